@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from castor import _C
 from castor.cli_estimates import estimate, plan, scaling
-from castor.errors import Error
 
 app = typer.Typer(
     name="castor",
@@ -29,6 +27,8 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from castor import _C
+
         typer.echo(f"castor {_C.__version__}")
         raise typer.Exit
 
@@ -59,7 +59,8 @@ def doctor(
         typer.Option(help="Measure this directory too: 10 s, and 1 GiB that is removed again."),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option(help="Show where as many ranks of castor run would compute.")
+        int | None,
+        typer.Option(help="Show where as many ranks of castor run would compute.", min=1),
     ] = None,
 ) -> None:
     """Show what castor finds on this machine, and what to change where it costs speed."""
@@ -76,27 +77,47 @@ for _predicts in (estimate, plan, scaling):
     app.command()(_predicts)
 
 
-@app.command(
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "allow_interspersed_args": False,
-    }
-)
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="A Python script; what follows is its own.")],
+    script: Annotated[
+        str,
+        typer.Argument(
+            help="A Python script, or a Python command such as trl; what follows is its own."
+        ),
+    ],
     module: Annotated[bool, typer.Option("-m", help="The script is a module's name.")] = False,
     device_memory: Annotated[
-        str | None, typer.Option(help="Trainers in the script train with castor, in so much.")
+        str | None, typer.Option(help="Budget of the device, such as 22GiB.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Budget of the host, such as 48GiB.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where the model computes: cuda, cuda:1 or cpu.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16. Default: what the script says.")
+    ] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="keep, recompute, offload or auto; see GeminiPlugin.")
+    ] = None,
+    nvme: Annotated[
+        list[str] | None,
+        typer.Option(help="A directory on an NVMe device; may be given several times."),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="GeminiPlugin's arguments for them, JSON or YAML: a run's castor.json."),
+        typer.Option(help="GeminiPlugin's arguments, JSON or YAML: a run's castor.json."),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="One more: NAME=VALUE; may be given several times."),
+        typer.Option(
+            "--set", help="Another of its arguments: NAME=VALUE; may be given several times."
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="For all figures at the end: FILE.json, or FILE.html.")
     ] = None,
     nproc: Annotated[
         int | None, typer.Option(help="Ranks on this machine. Default: one process, not launched.")
@@ -105,6 +126,9 @@ def run(
     rendezvous: Annotated[
         str | None, typer.Option(help="Where several machines meet: HOST:PORT on one of them.")
     ] = None,
+    join_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for the other machines.")
+    ] = 25.0,
     max_restarts: Annotated[
         int, typer.Option(help="How often all ranks begin again after a failure.")
     ] = 0,
@@ -121,15 +145,24 @@ def run(
         Path | None, typer.Option(help="For what ranks other than 0 write; else a temporary one.")
     ] = None,
 ) -> None:
-    """Start a training script, whose Trainers train with castor, or on several ranks, or both."""
+    """Train with castor what a script trains, as it is; or start it on several ranks; or both."""
     from castor import launch
+    from castor.integrations.check_settings import check_settings
 
-    given = [] if device_memory is None else [f"device_memory={device_memory}"]
+    options = {
+        "device_memory": device_memory, "host_memory": host_memory, "device": device,
+        "precision": precision, "activations": activations,
+        "nvme_path": (nvme[0] if len(nvme) == 1 else nvme) if nvme else None,
+    }  # fmt: skip
+    chosen = launch.read_settings(config, options, settings or [])
+    if chosen is not None:
+        check_settings(chosen)
+        launch.check_paths(chosen)
     status = launch.run(
         script,
         context.args,
         module=module,
-        settings=launch.read_settings(config, [*given, *(settings or [])]),
+        settings=chosen,
         nproc=nproc,
         nodes=nodes,
         rendezvous=rendezvous,
@@ -137,6 +170,8 @@ def run(
         log_dir=log_dir,
         plan=plan,
         bind=bind,
+        report=report,
+        join_timeout=join_timeout,
     )
     raise typer.Exit(status)
 
@@ -238,13 +273,50 @@ def io_bench(
         bench.render_step(report, console, model_params, state_format)
 
 
+_CommandLineError: Any = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
+"""What is wrong with the words of a command line. Typer has a click of its own, or click's."""
+
+
 def main() -> None:
     """Runs the command line. Exit status 1 for what castor refuses, 2 for wrong usage."""
     try:
-        app()
-    except (Error, ValueError, OSError, NotImplementedError, ModuleNotFoundError) as error:
-        # What these say is meant for the user; a traceback would hide it.
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"[red]castor: error:[/red] {escape(str(error))}"
-        )
+        status = app(prog_name="castor", standalone_mode=False)
+    except typer.Abort:
+        sys.exit(130)
+    except _CommandLineError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+        else:
+            context = getattr(error, "ctx", None)
+            command = context.command_path if context else "castor"
+            said = error.format_message().replace("\n", " ").strip().rstrip(".")
+            _say(f"{said}; `{command} --help` shows what there is")
+        sys.exit(error.exit_code)
+    except Exception as error:
+        text = _meant_for_the_user(error)
+        if text is None:
+            raise
+        _say(text)
         sys.exit(1)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _say(text: str) -> None:
+    """Prints an error in one line; a traceback would hide it."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(
+        f"[red]castor: error:[/red] {escape(text)}"
+    )
+
+
+def _meant_for_the_user(error: Exception) -> str | None:
+    """Returns what an error says; None: it is a fault of castor's own, whose traceback counts."""
+    errors = sys.modules.get("castor.errors")
+    if errors is not None and isinstance(error, errors.Error):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}; give a file or directory that can be used"
+    if isinstance(error, ValueError | OSError | NotImplementedError | ImportError):
+        return str(error)
+    return None

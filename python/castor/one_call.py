@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from castor.booster import Booster
+from castor.config import did_you_mean
 from castor.config.settings_file import read_settings_file, write_settings_file
 from castor.data import AsyncLoader
 from castor.errors import UsageError
@@ -43,10 +44,12 @@ class Config:
 
     def __init__(self, **arguments: Any) -> None:
         known = PLUGIN_ARGUMENTS | _LOADER_ARGUMENTS
-        unknown = ", ".join(repr(name) for name in arguments if name not in known)
+        unknown = [name for name in arguments if name not in known]
         if unknown:
+            nearest = did_you_mean(unknown[0], known) if len(unknown) == 1 else ""
             raise TypeError(
-                f"castor.Config has no argument {unknown}; it takes those of GeminiPlugin and "
+                f"castor.Config has no argument {', '.join(map(repr, unknown))}{nearest}; it takes "
+                "those of GeminiPlugin and "
                 f"HybridParallelPlugin, and {', '.join(sorted(_LOADER_ARGUMENTS))}"
             )
         plain = {name: _plain(value) for name, value in arguments.items()}

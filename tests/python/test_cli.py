@@ -47,7 +47,7 @@ def test_an_unknown_sub_command_is_wrong_usage() -> None:
 def test_what_castor_refuses_is_one_line_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse() -> None:
+    def refuse(**_: object) -> None:
         raise ValueError("budget is [red]; it must be a size")
 
     monkeypatch.setattr(cli, "app", refuse)

@@ -229,7 +229,7 @@ def test_a_ratio_out_of_range_is_refused(ratio: float) -> None:
 
 def test_the_report_tells() -> None:
     boosted = promoted_tower(steps=3)
-    assert "promoted_bytes" in str(boosted.report())
+    assert "\npromoted  " in str(boosted.report())
     assert "Promoted" in castor.report.summary(boosted.booster)
     session = engine_of(boosted.model).session
     assert session.timeline()["on_device_at_start"] == list(range(boosted.report().num_chunks))

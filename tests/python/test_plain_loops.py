@@ -17,7 +17,7 @@ import simulated_gpu
 from castor.integrations.common import boosted
 from castor.integrations.loop import Loops
 from castor.runtime.engine import engines_holding
-from data_parallel_cases import torchs_own
+from data_parallel_cases import torchs_own as kept
 from simulated import compute_on_gpu
 
 LOOP = """
@@ -69,12 +69,13 @@ kept = {
     "schedule": schedule.state_dict(), "random": torch.get_rng_state(), "losses": losses,
 }
 """
+BF16 = {"precision": "bf16"}
 SETTINGS = {"device": "cpu", "device_memory": "2MiB", "host_memory": "64MiB"}
 
 
 @pytest.fixture(name="torchs_own")
 def _torchs_own() -> Iterator[None]:
-    with torchs_own():
+    with kept():
         yield
 
 
@@ -116,10 +117,141 @@ def test_a_loop_trains_as_in_plain_pytorch(plain: Any, half: Any, watched: None)
         assert_close(rest, plain | {"losses": plain["losses"][:1] + plain["losses"][10:]})
 
 
+def layers(seed: int, width: int = 8) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, width))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+def one_optimizer_of_two_models_and_their_losses() -> tuple[list[float], list[Any]]:
+    class Scaled:
+        """A loss that is no module, with a parameter."""
+
+        def __init__(self) -> None:
+            self.weight = nn.Parameter(torch.tensor(0.2))
+
+        def __call__(self, output: torch.Tensor) -> torch.Tensor:
+            return output.float().square().mean() * self.weight.exp()
+
+    first, second, judge, scaled = layers(0), layers(1), nn.Linear(8, 1), Scaled()
+    held = [*first.parameters(), *second.parameters(), *judge.parameters(), scaled.weight]
+    optimizer = torch.optim.AdamW(held, lr=1e-2)
+    losses = []
+    for step in range(4):
+        output = second(first(batch(step)))
+        loss = judge(output).float().square().mean() + scaled(second(first(batch(step + 9))))
+        loss.backward()
+        nn.utils.clip_grad_norm_(held, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [optimizer]
+
+
+def parts_of_a_model() -> tuple[list[float], list[Any]]:
+    model = nn.ModuleDict({"encoder": layers(0), "decoder": layers(1)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(4):
+        loss = model["decoder"](model["encoder"](batch(step))).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [optimizer]
+
+
+def two_optimizers_that_share_a_model() -> tuple[list[float], list[Any]]:
+    first, second = layers(0), layers(1)
+    made = [
+        torch.optim.Adam([*first.parameters(), *second[0].parameters()], lr=1e-2),
+        torch.optim.SGD(second[2].parameters(), lr=1e-2),
+    ]
+    losses = []
+    for step in range(4):
+        loss = second(first(batch(step))).float().square().mean()
+        loss.backward()
+        for one in made:
+            one.step()
+            one.zero_grad()
+        losses.append(loss.item())
+    return losses, made
+
+
+def later_optimizers() -> tuple[list[float], list[Any]]:
+    """A head first, then all, then others; gradients of the last step are there when they come."""
+    model, losses = nn.Sequential(layers(0).requires_grad_(False), layers(1)), []
+
+    def train(optimizer: Any) -> Any:
+        for step in range(3):
+            loss = model(batch(step)).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return optimizer
+
+    made = [train(torch.optim.AdamW(model[1].parameters(), lr=1e-2))]
+    model.requires_grad_(True)
+    made.append(train(torch.optim.AdamW(model.parameters(), lr=1e-2)))
+    made.append(train(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)))
+    if boosted(made[-1]):
+        with pytest.raises(castor.UsageError, match=r"this AdamW is to step .* a \w+ since"):
+            made[0].step()
+    return losses, made[-1:]
+
+
+def later_optimizer_of_two_models() -> tuple[list[float], list[Any]]:
+    first, second, losses = layers(0), layers(1), []
+    for kind in (torch.optim.AdamW, torch.optim.RMSprop):
+        optimizer = kind([*first.parameters(), *second.parameters()], lr=1e-3)
+        for step in range(3):
+            loss = second(first(batch(step))).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, [optimizer]
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer does not hold")
+@pytest.mark.parametrize(
+    "train",
+    [
+        one_optimizer_of_two_models_and_their_losses,
+        parts_of_a_model,
+        two_optimizers_that_share_a_model,
+        later_optimizers,
+        later_optimizer_of_two_models,
+    ],
+)
+def test_optimizers_over_several_modules_and_later_ones(train: Any, torchs_own: None) -> None:
+    expected, made = train()
+    assert not any(map(boosted, made))
+    for settings, rel in (({}, 1e-5), ({"device_memory": "24KiB"}, 1e-5), (BF16, 8e-2)):
+        with kept():
+            Loops(SETTINGS | settings).watch()
+            found, made = train()
+            assert all(map(boosted, made))
+            assert found == pytest.approx(expected, rel=rel)
+            assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+
+
+def test_a_later_optimizer_of_other_parameters_is_refused(watched: None) -> None:
+    first, second = layers(0), layers(1)
+    made = [torch.optim.SGD(first.parameters(), lr=0.1)]
+    first(batch(0)).sum().backward()
+    made.append(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
+    with pytest.raises(castor.UsageError, match="over 8 parameters, and 4 of them are not of the"):
+        first(batch(0))
+
+
 @pytest.mark.parametrize(
     ("forward", "error", "message"),
     [
-        (lambda model, x: model[1](model[0](x)), castor.UsageError, "which has 2 of the 4"),
         (
             lambda model, x: nn.DataParallel(model)(x),
             NotImplementedError,

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from castor.activations import operators
 from castor.activations.lazy_logits import LazyLogits, Step
+from castor.activations.row_operators import lazily
 from castor.errors import UsageError
 
 _Tensor = torch.Tensor
@@ -32,6 +33,13 @@ _READ_A_STORAGE = frozenset(
     }
 )
 """Functions of tensors that reach memory without an operator."""
+
+
+TAKES_ALONG_DIM = (torch.take_along_dim, _Tensor.take_along_dim)
+_TAKEN = frozenset(
+    {F.cross_entropy, torch.gather, _Tensor.gather, *TAKES_ALONG_DIM, _Tensor.__getitem__}
+)
+"""Functions whose plain backward fills zeros of all logits' size."""
 
 
 class Uncomputed(torch.Tensor):
@@ -59,6 +67,10 @@ class Uncomputed(torch.Tensor):
         """The memory of the values is about to be written, or to be known outside."""
         raise NotImplementedError
 
+    def lazy(self) -> LazyLogits | None:
+        """What gives the values row by row; None: somebody may have written to them."""
+        raise NotImplementedError
+
     def _stays_uncomputed(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
@@ -75,16 +87,16 @@ class Uncomputed(torch.Tensor):
     ) -> Any:
         """Loss functions may run in tiles; what reads memory gets a tensor that has some."""
         kwargs = kwargs or {}
-        if func is F.cross_entropy:
-            from castor.activations.functions import tiled_cross_entropy
+        if func in _TAKEN:
+            from castor.activations import functions
 
-            loss = tiled_cross_entropy(*args, **kwargs)
-            if loss is not None:
-                return loss
+            result = functions.in_tiles(func, args, kwargs)
+            if result is not None:
+                return result
         elif func is _Tensor.__repr__:
             return _described(args[0], args[1:], kwargs)
         elif func in _READ_A_STORAGE:
-            args, kwargs = tree_map(_with_memory, args), tree_map(_with_memory, kwargs)
+            args, kwargs = tree_map(with_memory, args), tree_map(with_memory, kwargs)
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -103,6 +115,8 @@ class Uncomputed(torch.Tensor):
             result = args[0]._stays_uncomputed(func, args[1:], kwargs)
             if result is not None:
                 return result
+        if not func._schema.is_mutable and (result := _in_tiles(func, args, kwargs)) is not None:
+            return result
         wrapped: dict[int, Uncomputed] = {}
         exposes = func._schema.is_mutable or any(r.alias_info for r in func._schema.returns)
 
@@ -150,6 +164,10 @@ class DeferredLogits(Uncomputed):
         """See Uncomputed."""
         self.logits.expose()
 
+    def lazy(self) -> LazyLogits | None:
+        """See Uncomputed."""
+        return self.logits if self.logits.clean else None
+
     def _stays_uncomputed(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
@@ -163,6 +181,24 @@ class DeferredLogits(Uncomputed):
             return None
         step = Step(func, args, dict(kwargs))
         return DeferredLogits.of(LazyLogits(logits.source, like, logits, step))
+
+
+def _in_tiles(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What row_operators gives for an operator, as tensors; None: it gets the values."""
+    if any(isinstance(value, Uncomputed) for value in kwargs.values()):
+        return None
+    lazies = {id(v): v.lazy() for v in tree_leaves(args) if isinstance(v, Uncomputed)}
+    if None in lazies.values():
+        return None
+    found = tree_map(lambda v: lazies[id(v)] if isinstance(v, Uncomputed) else v, args)
+    result = lazily(func, found, kwargs)
+    if isinstance(result, list | tuple):
+        return type(result)(map(_as_tensor, result))
+    return None if result is None else _as_tensor(result)
+
+
+def _as_tensor(value: Any) -> Any:
+    return DeferredLogits.of(value) if isinstance(value, LazyLogits) else value
 
 
 class _WithMemory(torch.autograd.Function):
@@ -179,7 +215,8 @@ class _WithMemory(torch.autograd.Function):
         return grad
 
 
-def _with_memory(value: Any) -> Any:
+def with_memory(value: Any) -> Any:
+    """A tensor with values in place of an uncomputed one, in the graph; others as they are."""
     if not isinstance(value, Uncomputed):
         return value
     value.expose()
@@ -191,9 +228,9 @@ def _with_memory(value: Any) -> Any:
 def _described(tensor: Uncomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """What print shows: the values while there is a way to them."""
     try:
-        with_memory = _with_memory(tensor)
+        values = with_memory(tensor)
     except UsageError:
         shape, dtype = tuple(tensor.shape), tensor.dtype
         return f"{type(tensor).__name__}(not computed, shape={shape}, dtype={dtype})"
-    description: str = torch.Tensor.__repr__(with_memory, *args, **kwargs)  # type: ignore[no-untyped-call]
+    description: str = torch.Tensor.__repr__(values, *args, **kwargs)  # type: ignore[no-untyped-call]
     return description

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from castor.activations.row_expressions import in_tiles
 from castor.activations.tiled_loss import Loss
 
 
@@ -45,11 +46,14 @@ class DividedLoss(Loss):
 
     def value(self) -> torch.Tensor:
         """The sum of the losses. The head's weights must be at hand. Collective."""
-        seen = []
-        for rows, hidden in self.tiles():
-            logits = self.changed_by_element(self.logits.source.project(hidden))
+        seen: list[torch.Tensor] = []
+        hidden = self.hidden_rows()
+
+        def compute(rows: slice) -> None:
+            logits = self.changed_by_element(self.logits.source.project(hidden(rows)))
             seen.append(self.own.seen(logits, rows))
-            del logits  # before the next tile
+
+        in_tiles(self.logits.source, self.target.numel(), compute)
         return self.own.total(torch.cat(seen, dim=1))
 
 

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from castor.activations.deferred import DeferredLogits, Uncomputed
+from castor.activations.deferred import (
+    TAKES_ALONG_DIM,
+    DeferredLogits,
+    Uncomputed,
+    with_memory,
+)
 from castor.activations.divided_loss import DividedLoss, OwnColumns
 from castor.activations.lazy_logits import Head, LazyLogits, Source
+from castor.activations.row_expressions import at_once
+from castor.activations.row_operators import chosen, gathered, put_back, scattered
 from castor.activations.tiled_loss import (
     ALL_ROWS,
     DeferredGradient,
     LazyGradient,
     Loss,
+    backward_of_rows,
     tiled_backward,
 )
 
@@ -48,25 +57,65 @@ class HeadFunction(torch.autograd.Function):
         if (source := ctx.source()) is not None:
             source.check()
         wanted = ctx.needs_input_grad[:3]
-        if (
-            isinstance(grad, DeferredGradient)
-            and not grad.gradient.computed
-            and grad.gradient.at_head
-            and grad.gradient.loss.num_tiles > 1
-        ):
-            grads = tiled_backward(grad.gradient, hidden.shape, weight, wanted)
-        else:
-            values = grad.values() if isinstance(grad, Uncomputed) else grad
-            rows = values.reshape(-1, values.shape[-1])
-            inputs = hidden.reshape(-1, hidden.shape[-1])
-            grads = (
-                rows.mm(weight).view(hidden.shape) if wanted[0] else None,
-                rows.t().mm(inputs) if wanted[1] else None,
-                rows.sum(0) if wanted[2] else None,
-            )
+        grads = None
+        if torch.is_grad_enabled():  # create_graph=True: by operators that can be differentiated
+            pass
+        elif isinstance(grad, DeferredGradient) and grad.gradient.at_head:
+            grads = _of_gradient(grad.gradient, hidden, weight, wanted)
+        elif isinstance(grad, DeferredLogits) and grad.logits.clean and not grad.logits.computed:
+            grads = backward_of_rows(grad.logits, hidden, weight, wanted)
+        if grads is None:
+            values = with_memory(grad) if isinstance(grad, Uncomputed) else grad
+            grads = _of_values(values, hidden, weight, wanted)
         if source is not None:
             source.spent = True
         return *grads, None, None, None
+
+
+_Gradients = tuple[torch.Tensor | None, ...]
+
+
+def _of_gradient(
+    gradient: LazyGradient,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    wanted: tuple[bool, bool, bool],
+) -> _Gradients | None:
+    """Of a loss's gradient: at once where it is one tile, and there is room; None: of its values.
+
+    Args:
+        gradient: Of the head's output.
+        hidden: The hidden states.
+        weight: The head's.
+        wanted: Which of the gradients of hidden states, weight and bias.
+    """
+    if gradient.computed:
+        return None
+    loss = gradient.loss
+    if loss.num_tiles <= 1:
+        grads = at_once(
+            loss.logits.source,
+            loss.target.numel(),
+            lambda: _of_values(gradient.compute(), hidden, weight, wanted),
+        )
+        if grads is not None:
+            return grads
+    return tiled_backward(gradient, hidden.shape, weight, wanted)
+
+
+def _of_values(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    wanted: tuple[bool, bool, bool],
+) -> _Gradients:
+    rows = grad.reshape(-1, grad.shape[-1])
+    inputs = hidden.reshape(-1, hidden.shape[-1])
+    return (
+        rows.mm(weight).view(hidden.shape) if wanted[0] else None,
+        rows.t().mm(inputs) if wanted[1] else None,
+        rows.sum(0) if wanted[2] else None,
+    )
 
 
 class _SameLogits(torch.autograd.Function):
@@ -123,6 +172,150 @@ class _LossFunction(torch.autograd.Function):
         return DeferredGradient.of(gradient), None, None, None
 
 
+class _Gather(torch.autograd.Function):
+    """Tensor.gather along the vocabulary, whose gradient is left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DeferredLogits, index: torch.Tensor) -> torch.Tensor:
+        """Gives the elements."""
+        ctx.save_for_backward(index)
+        ctx.logits = tensor.logits
+        return gathered(tensor.logits, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Gives a gradient without values."""
+        (index,) = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: by operators that can be differentiated
+            zeros = grad.new_zeros(ctx.logits.like.shape)
+            return zeros.scatter_add(-1, index, grad), None
+        return DeferredLogits.of(scattered(ctx.logits, index, grad)), None
+
+
+class _ChooseRows(torch.autograd.Function):
+    """Rows at some places, whose gradient is left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DeferredLogits, index: torch.Tensor) -> torch.Tensor:
+        """Gives these rows, without values."""
+        ctx.save_for_backward(index)
+        ctx.shape = tensor.shape
+        return DeferredLogits.of(chosen(tensor.logits, index))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Gives a gradient without values where it is given one."""
+        (index,) = ctx.saved_tensors
+        lazy = grad.lazy() if isinstance(grad, Uncomputed) else None
+        if lazy is not None and not torch.is_grad_enabled():
+            return DeferredLogits.of(put_back(lazy, ctx.shape, index)), None
+        return grad.new_zeros(ctx.shape).index_put((index,), grad, accumulate=True), None
+
+
+def in_tiles(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """A function of torch over logits without values; None: torch's own has to run.
+
+    Args:
+        func: One of those that deferred.py names.
+        args: Its arguments.
+        kwargs: By name.
+    """
+    if func is F.cross_entropy:
+        return tiled_cross_entropy(*args, **kwargs)
+    if not (isinstance(args[0] if args else None, DeferredLogits) and plain_torch()):
+        return None
+    if not args[0].logits.clean:
+        return None
+    if func is torch.Tensor.__getitem__:
+        return _at_places(*args)
+    arguments = _of_take_along_dim if func in TAKES_ALONG_DIM else _of_gather
+    try:
+        tensor, dim, index = arguments(*args, **kwargs)
+    except TypeError:
+        return None
+    if not (
+        type(index) is torch.Tensor
+        and type(dim) is int
+        and index.dtype == torch.int64
+        and index.device == tensor.device
+        and index.dim() == tensor.dim() > 0
+        and index.shape[:-1] == tensor.shape[:-1]
+        and index.numel() > 0
+        and dim in (-1, tensor.dim() - 1)
+    ):
+        return None
+    if func in TAKES_ALONG_DIM:
+        index = index.remainder(tensor.shape[-1])
+    found: torch.Tensor = _Gather.apply(tensor, index)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _of_gather(
+    input: Any,  # noqa: A002
+    dim: Any,
+    index: Any,
+    *,
+    sparse_grad: Any = False,
+) -> tuple[Any, Any, Any]:
+    return input, None if sparse_grad else dim, index
+
+
+def _of_take_along_dim(
+    input: Any,  # noqa: A002
+    indices: Any,
+    dim: Any = None,
+) -> tuple[Any, Any, Any]:
+    return input, dim, indices
+
+
+def _at_places(tensor: DeferredLogits, index: Any) -> torch.Tensor | None:
+    """tensor[index], where that chooses rows, or an element of each row; else None."""
+    if isinstance(index, tuple) and len(index) == 1:
+        (index,) = index
+    if isinstance(index, tuple):
+        return _elements(tensor, index)
+    if type(index) is not torch.Tensor or index.device.type not in ("cpu", tensor.device.type):
+        return None
+    if index.dtype == torch.bool:
+        may = 0 < index.dim() < tensor.dim() and index.shape == tensor.shape[: index.dim()]
+        may = may and bool(index.any())
+    else:
+        may = (
+            index.dtype == torch.int64
+            and index.dim() == 1
+            and tensor.dim() > 1
+            and index.numel() == index.unique().numel() > 0
+            and bool((index.abs() < tensor.shape[0]).all())
+            and bool((index >= 0).all())
+        )
+    if not may:
+        return None
+    found: torch.Tensor = _ChooseRows.apply(tensor, index)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _elements(tensor: DeferredLogits, index: tuple[Any, ...]) -> torch.Tensor | None:
+    """tensor[rows, columns] of as many rows as columns, each row once; else None."""
+    if len(index) != 2 or tensor.dim() != 2:
+        return None
+    rows, columns = index
+    for one in index:
+        if type(one) is not torch.Tensor or one.dtype != torch.int64 or one.dim() != 1:
+            return None
+    if rows.shape != columns.shape or columns.device != tensor.device:
+        return None
+    if not bool((columns.abs() < tensor.shape[1]).all()):
+        return None
+    columns = columns.remainder(tensor.shape[1])
+    if not torch.equal(rows.cpu(), torch.arange(tensor.shape[0])):
+        chosen_rows = _at_places(tensor, rows)
+        if not isinstance(chosen_rows, DeferredLogits):
+            return None
+        tensor = chosen_rows
+    found: torch.Tensor = _Gather.apply(tensor, columns[:, None])  # type: ignore[no-untyped-call]
+    return found.squeeze(-1)
+
+
 def tiled_cross_entropy(
     input: Any,  # noqa: A002
     target: Any,
@@ -177,6 +370,7 @@ def _runs_in_tiles(logits: Any, target: Any) -> bool:
     """Whether a loss over these may be computed in tiles of rows."""
     return (
         isinstance(logits, DeferredLogits)
+        and logits.logits.is_logits
         and logits.requires_grad
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(logits.device.type)

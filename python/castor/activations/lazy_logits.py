@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +122,74 @@ class Step:
         return result
 
 
+Rows = slice | torch.Tensor
+"""Numbers of rows, which a tensor of them has on the CPU."""
+
+
+def take(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Some rows of a matrix."""
+    return values[rows] if isinstance(rows, slice) else values[rows.to(values.device)]
+
+
+def count(rows: Rows) -> int:
+    """How many rows these are."""
+    return rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
+
+
+def plainest(rows: torch.Tensor) -> Rows:
+    """The same rows as a slice, if they follow one another."""
+    numbers: list[int] = rows.tolist()
+    if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return slice(numbers[0], numbers[0] + len(numbers))
+    return rows
+
+
+class Tile:
+    """Rows of lazies that are computed together: each once, and kept as long as it is wanted.
+
+    Args:
+        wanted: How often the rows of each lazy are asked for, by its identity (uses_below).
+    """
+
+    def __init__(self, wanted: dict[int, int]) -> None:
+        self._wanted = dict(wanted)
+        self._values: dict[tuple[int, Any], torch.Tensor] = {}
+        self._numbers: dict[tuple[int, Any], Rows] = {}
+        self._kept: list[Rows] = []
+
+    def keep(self, rows: Rows) -> None:
+        """Rows that are known by their identity live as long as the tile."""
+        self._kept.append(rows)
+
+    def values(self, of: LazyLogits, rows: Rows) -> torch.Tensor:
+        """The values of rows of a lazy, (rows, vocabulary); they must not be written to."""
+        key = (id(of), _key(rows))
+        found = self._values.pop(key, None)
+        if found is None:
+            found = of.compute(rows, self)
+        self._wanted[id(of)] = self._wanted.get(id(of), 1) - 1
+        if self._wanted[id(of)] > 0:
+            self._values[key] = found
+        return found
+
+    def behind(self, of: LazyLogits, rows: Rows, numbers: torch.Tensor) -> Rows:
+        """The rows that those of a lazy come from, the same object whenever it is asked for.
+
+        Args:
+            of: The lazy.
+            rows: Its rows.
+            numbers: Of all its rows, where each comes from.
+        """
+        key = (id(of), _key(rows))
+        if key not in self._numbers:
+            self._numbers[key] = plainest(take(numbers, rows))
+        return self._numbers[key]
+
+
+def _key(rows: Rows) -> Any:
+    return (rows.start, rows.stop) if isinstance(rows, slice) else id(rows)
+
+
 class LazyLogits:
     """Logits, or what casts, scalings and arrangements of rows make of them, without values.
 
@@ -149,6 +217,7 @@ class LazyLogits:
         self.step = step
         self._value: torch.Tensor | None = None
         self._exposed = False
+        self._numbers: torch.Tensor | None = None  # the parent's rows that it has
 
     @classmethod
     def of_head(cls, source: Source) -> LazyLogits:
@@ -157,17 +226,43 @@ class LazyLogits:
         return cls(source, torch.empty(shape, dtype=source.hidden.dtype, device="meta"))
 
     @property
+    def is_view(self) -> bool:
+        """Whether it shares memory with what it is made of."""
+        return self.step is not None and self.step.is_view
+
+    @property
+    def is_logits(self) -> bool:
+        """Whether casts, scalings and arrangements of rows alone have made it of the logits."""
+        return self.parent is None or self.parent.is_logits
+
+    @property
+    def inputs(self) -> tuple[LazyLogits, ...]:
+        """The lazies that it is made of."""
+        return () if self.parent is None else (self.parent,)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows it has."""
+        return self.like.numel() // self.like.shape[-1]
+
+    @property
+    def computed(self) -> bool:
+        """Whether it has values."""
+        return self._value is not None
+
+    @property
     def clean(self) -> bool:
         """Whether the values are, for sure, those that the source and the steps give."""
         if self._exposed:
             return False
-        return self.parent is None or not _step_of(self).is_view or self.parent.clean
+        return not self.is_view or all(lazy.clean for lazy in self.inputs)
 
     def expose(self) -> None:
         """Somebody writes to the values, or holds memory of theirs and may."""
         self._exposed = True
-        if self.parent is not None and _step_of(self).is_view:
-            self.parent.expose()
+        if self.is_view:
+            for lazy in self.inputs:
+                lazy.expose()
 
     def value(self) -> torch.Tensor:
         """The values, computed once.
@@ -177,12 +272,9 @@ class LazyLogits:
         """
         if self._value is None:
             with torch.inference_mode(False), torch.no_grad():
-                if self.parent is None:
-                    self._value = self.source.whole()
-                elif _step_of(self).is_view:
-                    self._value = _step_of(self)(self.parent.value())
-                else:
-                    self._value = _step_of(self)(self.parent.original())
+                self._value = self.made_of(
+                    lambda lazy: lazy.value() if self.is_view else lazy.original()
+                )
         return self._value
 
     def original(self, *, keep: bool = True) -> torch.Tensor:
@@ -194,9 +286,33 @@ class LazyLogits:
         if self.clean and (keep or self._value is not None):
             return self.value()
         with torch.inference_mode(False), torch.no_grad():
-            if self.parent is None:
-                return self.source.whole()
-            return _step_of(self)(self.parent.original(keep=keep))
+            return self.made_of(lambda lazy: lazy.original(keep=keep))
+
+    def made_of(self, get: Callable[[LazyLogits], torch.Tensor]) -> torch.Tensor:
+        """The values, of those that `get` gives of the inputs."""
+        return self.source.whole() if self.parent is None else _step_of(self)(get(self.parent))
+
+    def compute(self, rows: Rows, tile: Tile) -> torch.Tensor:
+        """Values of some rows, (rows, vocabulary); the head's weights must be at hand.
+
+        Args:
+            rows: Their numbers.
+            tile: Gives those of the inputs.
+        """
+        if self._value is not None and self._value.is_contiguous() and self.clean:
+            return take(self._value.view(-1, self._value.shape[-1]), rows)
+        if self.parent is None:
+            hidden = self.source.hidden
+            return self.source.project(take(hidden.reshape(-1, hidden.shape[-1]), rows))
+        step = _step_of(self)
+        if not step.moves_rows:
+            return step(tile.values(self.parent, rows))
+        if step.func in ORDER_KEEPING_STEPS:
+            return tile.values(self.parent, rows)
+        if self._numbers is None:
+            numbers = torch.arange(self.parent.num_rows).view(*self.parent.like.shape[:-1], 1)
+            self._numbers = step(numbers).reshape(-1)
+        return tile.values(self.parent, tile.behind(self, rows, self._numbers))
 
     def steps_to(self, later: LazyLogits) -> list[Step]:
         """The steps from here to `later`, which comes from this."""
@@ -211,16 +327,22 @@ class LazyLogits:
         """Where the steps begin."""
         return self if self.parent is None else self.parent.head_output()
 
-    def row_numbers(self) -> torch.Tensor | None:
-        """Rows of the head's output, in the order they have here; None: in that of its own."""
-        steps = [step for step in self.head_output().steps_to(self) if step.moves_rows]
+    def row_numbers(self, begin: LazyLogits | None = None) -> torch.Tensor | None:
+        """Rows of `begin`, in the order they have here; None: in that of its own.
+
+        Args:
+            begin: What this comes from; None: the head's output.
+        """
+        begin = begin or self.head_output()
+        steps = [step for step in begin.steps_to(self) if step.moves_rows]
         if all(step.func in ORDER_KEEPING_STEPS for step in steps):
             return None
         node, path = self, []
-        while node.parent is not None:
+        while node is not begin:
+            assert node.parent is not None
             path.append(node)
             node = node.parent
-        numbers = torch.arange(self.source.num_rows, device=self.source.hidden.device)
+        numbers = torch.arange(node.num_rows, device=self.source.hidden.device)
         numbers = numbers.view(*node.like.shape[:-1], 1)
         for node in reversed(path):
             step = _step_of(node)
@@ -229,6 +351,29 @@ class LazyLogits:
             elif step.moves_rows:
                 numbers = step(numbers)
         return numbers.reshape(-1)
+
+
+def autograd_at_work() -> Any:
+    """Autograd's keys as outside operators: it may be wanted in the middle of one."""
+    return torch._C._ForceDispatchKeyGuard(*_KEYS)
+
+
+_KEYS = (
+    torch._C._dispatch_tls_local_include_set(),
+    torch._C._dispatch_tls_local_exclude_set(),
+)
+
+
+def uses_below(*lazies: LazyLogits) -> dict[int, int]:
+    """How often the rows of each lazy are asked for, by its identity, when those of some are."""
+    uses: dict[int, int] = {}
+    left = list(lazies)
+    while left:
+        lazy = left.pop()
+        uses[id(lazy)] = uses.get(id(lazy), 0) + 1
+        if uses[id(lazy)] == 1:
+            left += lazy.inputs
+    return uses
 
 
 def _step_of(logits: LazyLogits) -> Step:

@@ -19,9 +19,11 @@ TILE_BYTES = 16 * 2**20
 TILE_SHARE = 64
 """Where the user gives no number of rows, a tile's logits in float32 take this many bytes, or this
 part of the device budget if that is more: a product of few rows is slow."""
-WORTH_BYTES = 16 * 2**20
+TILE_MOST_SHARE = 8
 WORTH_SHARE = 16
-""""auto" tiles where that leaves this many bytes free, and this part of the device budget."""
+LEAST_BYTES = 2**20
+"""A tile takes at most this part of the device budget, and "auto" tiles where that leaves that part
+of it free; neither is less than so many bytes."""
 COPIES = 3
 """Of the logits in float32 that the loss holds at once in its backward."""
 _FLOAT32 = 4
@@ -131,11 +133,12 @@ def rows_per_tile(rows: int, head: nn.Linear, tile_logits: TileLogits, device_by
     if type(tile_logits) is int:
         return tile_logits
     row_bytes = head.out_features * _FLOAT32
-    tile = max(1, max(TILE_BYTES, device_bytes // TILE_SHARE) // row_bytes)
+    most = max(LEAST_BYTES, device_bytes // TILE_MOST_SHARE)
+    tile = max(1, max(min(TILE_BYTES, most), device_bytes // TILE_SHARE) // row_bytes)
     saved = COPIES * (rows - tile) * row_bytes
     if head.weight.requires_grad and head.weight.dtype != torch.float32:
         saved -= _FLOAT32 * head.weight.numel()  # the sum of the head's gradient
-    worth = max(WORTH_BYTES, device_bytes // WORTH_SHARE)
+    worth = max(LEAST_BYTES, device_bytes // WORTH_SHARE)
     return 0 if tile_logits == "auto" and saved < worth else tile
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from castor.activations import operators
 from castor.activations.deferred import DeferredLogits, Uncomputed
-from castor.activations.lazy_logits import LazyLogits
+from castor.activations.lazy_logits import (
+    LazyLogits,
+    Rows,
+    Tile,
+    autograd_at_work,
+    plainest,
+    take,
+)
+from castor.activations.row_expressions import at_once, each_tile, in_tiles
 
 ALL_ROWS = slice(None)
 
@@ -33,7 +41,7 @@ class Loss:
         """Parts that the rows are computed in."""
         return -(-self.target.numel() // self.logits.source.rows_per_tile)
 
-    def of(self, logits: torch.Tensor, rows: slice, reduction: str) -> torch.Tensor:
+    def of(self, logits: torch.Tensor, rows: Rows, reduction: str) -> torch.Tensor:
         """The loss of some rows, whose logits are given, or of all."""
         return F.cross_entropy(
             logits,
@@ -44,14 +52,12 @@ class Loss:
             label_smoothing=self.label_smoothing,
         )
 
-    def tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(rows of the loss, their hidden states), tile after tile."""
+    def hidden_rows(self) -> Callable[[slice], torch.Tensor]:
+        """What gives the hidden states of some rows of the loss."""
         source = self.logits.source
         hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
         numbers = self.logits.row_numbers()
-        for first in range(0, self.target.numel(), source.rows_per_tile):
-            rows = slice(first, min(first + source.rows_per_tile, self.target.numel()))
-            yield rows, hidden[rows] if numbers is None else hidden[numbers[rows]]
+        return lambda rows: hidden[rows if numbers is None else numbers[rows]]
 
     def changed_by_element(self, logits: torch.Tensor) -> torch.Tensor:
         """What the steps make of rows of the head's output, wherever they stand."""
@@ -72,13 +78,21 @@ class Loss:
     def value(self) -> torch.Tensor:
         """The loss. The head's weights must be at hand."""
         if self.num_tiles <= 1:
-            logits = self.logits.original(keep=False)
-            return self.of(logits, ALL_ROWS, self.reduction)
+            found = at_once(
+                self.logits.source,
+                self.target.numel(),
+                lambda: self.of(self.logits.original(keep=False), ALL_ROWS, self.reduction),
+            )
+            if found is not None:
+                return found
         losses = self.target.new_empty(self.target.shape, dtype=self.logits.like.dtype)
-        for rows, hidden in self.tiles():
-            logits = self.changed_by_element(self.logits.source.project(hidden))
+        hidden = self.hidden_rows()
+
+        def compute(rows: slice) -> None:
+            logits = self.changed_by_element(self.logits.source.project(hidden(rows)))
             losses[rows] = self.of(logits, rows, "none")
-            del logits  # before the next tile
+
+        in_tiles(self.logits.source, self.target.numel(), compute)
         if self.reduction == "none":
             return losses
         total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
@@ -129,9 +143,13 @@ class LazyGradient:
             UsageError: They were not before, and the weights have changed.
         """
         if self._value is None:
-            with torch.inference_mode(False), _autograd_at_work():
-                self._value = self.loss.gradient(self.logits, self.grad).contiguous()
+            self._value = self.compute()
         return self._value
+
+    def compute(self) -> torch.Tensor:
+        """The values, not kept."""
+        with torch.inference_mode(False), autograd_at_work():
+            return self.loss.gradient(self.logits, self.grad).contiguous()
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The gradient before the last step, if an operator on this one makes that; else None."""
@@ -162,6 +180,71 @@ class LazyGradient:
         """Whether this is the gradient of the head's output."""
         return self.after_passing().parent is None
 
+    def of_losses(self) -> torch.Tensor:
+        """The gradients of the rows' losses."""
+        divisor = self.loss.divisor()
+        grad = self.grad if divisor is None else self.grad / divisor
+        return grad.expand(self.loss.target.shape)
+
+
+class LossGradient(LazyLogits):
+    """The gradient of a loss, among other lazies: another one is added to it."""
+
+    def __init__(self, gradient: LazyGradient) -> None:
+        super().__init__(gradient.logits.source, gradient.like)
+        self._gradient = gradient
+        self._places: torch.Tensor | None = None  # of each row among the loss's; -1: none
+
+    @property
+    def is_logits(self) -> bool:
+        """See LazyLogits."""
+        return False
+
+    @property
+    def inputs(self) -> tuple[LazyLogits, ...]:
+        """See LazyLogits."""
+        return (self._gradient.logits,)
+
+    def made_of(self, get: Callable[[LazyLogits], torch.Tensor]) -> torch.Tensor:
+        """See LazyLogits."""
+        return self._gradient.value()
+
+    def compute(self, rows: Rows, tile: Tile) -> torch.Tensor:
+        """See LazyLogits."""
+        loss, logits = self._gradient.loss, self._gradient.logits
+        if rows == slice(0, logits.num_rows):  # as plain PyTorch has it
+            found = self._gradient.compute()
+            return found.view(-1, found.shape[-1])
+        if self._places is None:
+            numbers = loss.logits.row_numbers(logits)
+            if numbers is None:
+                numbers = torch.arange(logits.num_rows)
+            self._places = torch.full((logits.num_rows,), -1)
+            self._places[numbers.cpu()] = torch.arange(loss.target.numel())
+        places = take(self._places, rows)
+        here = (places >= 0).nonzero().reshape(-1)
+        start = tile.values(logits, rows)
+        result = torch.zeros_like(start)
+        if here.numel() == 0:
+            return result
+        of_loss, chosen = plainest(places[here]), plainest(here)
+        if not isinstance(of_loss, slice):
+            of_loss = of_loss.to(result.device)
+        with autograd_at_work():
+            start, edge = _begin_graph(take(start, chosen))
+            with torch.enable_grad():
+                for step in logits.steps_to(loss.logits):
+                    if not step.moves_rows:
+                        start = step(start)
+                losses = loss.of(start, of_loss, "none")
+            del start
+            grad = self._gradient.of_losses()[of_loss]
+            found = torch.autograd.grad(losses, edge, grad)[0]
+        if here.numel() == result.shape[0]:
+            return found
+        result[chosen if isinstance(chosen, slice) else chosen.to(result.device)] = found
+        return result
+
 
 class DeferredGradient(Uncomputed):
     """The gradient of logits that were not computed."""
@@ -184,6 +267,10 @@ class DeferredGradient(Uncomputed):
 
     def expose(self) -> None:
         """See Uncomputed: values, once computed, are what counts."""
+
+    def lazy(self) -> LazyLogits | None:
+        """See Uncomputed."""
+        return None if self.gradient.computed else LossGradient(self.gradient)
 
     def _stays_uncomputed(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -211,16 +298,17 @@ def tiled_backward(
         wanted: Which of the three.
     """
     loss, source = gradient.loss, gradient.loss.logits.source
-    divisor, numbers = loss.divisor(), loss.logits.row_numbers()
-    grad = gradient.grad if divisor is None else gradient.grad / divisor
-    grad = grad.expand(loss.target.shape)
+    numbers, grad = loss.logits.row_numbers(), gradient.of_losses()
     of_hidden = None
     if wanted[0]:  # rows that are not in the loss have no gradient
         new = weight.new_empty if numbers is None else weight.new_zeros
         of_hidden = new((source.num_rows, shape[-1]))
     of_weight = _Sum(weight.dtype) if wanted[1] else None
     of_bias = _Sum(weight.dtype) if wanted[2] else None
-    for rows, hidden in loss.tiles():
+    hidden_rows = loss.hidden_rows()
+
+    def compute(rows: slice) -> None:
+        hidden = hidden_rows(rows)
         logits, edge = _begin_graph(source.project(hidden))
         with torch.enable_grad():
             losses = loss.of(loss.changed_by_element(logits), rows, "none")
@@ -229,13 +317,70 @@ def tiled_backward(
         del losses
         if of_hidden is not None:
             of_hidden[rows if numbers is None else numbers[rows]] = of_logits.mm(weight)
-        if of_bias is not None:
-            of_bias.add(of_logits.sum(0, dtype=of_bias.precise))
-        if of_weight is not None:
-            of_weight.add_product(of_logits.t(), hidden)
-        del of_logits  # before the next tile
+        add_rows(of_logits, hidden, of_weight, of_bias)
+
+    in_tiles(source, loss.target.numel(), compute)
     return (
         None if of_hidden is None else of_hidden.view(shape),
+        None if of_weight is None else of_weight.rounded(),
+        None if of_bias is None else of_bias.rounded(),
+    )
+
+
+def add_rows(
+    of_logits: torch.Tensor,
+    hidden: torch.Tensor,
+    of_weight: _Sum | None,
+    of_bias: _Sum | None,
+) -> None:
+    """Adds what some rows of logits make of the gradients of weight and bias: both or none.
+
+    Args:
+        of_logits: Their gradient.
+        hidden: Their hidden states.
+        of_weight: The sum for the weight, if it is wanted.
+        of_bias: The sum for the bias, if it is wanted.
+    """
+    part = None if of_bias is None else of_logits.sum(0, dtype=of_bias.precise)
+    if of_weight is not None:
+        of_weight.add_product(of_logits.t(), hidden)
+    if of_bias is not None and part is not None:
+        of_bias.add(part)
+
+
+def backward_of_rows(
+    gradient: LazyLogits,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of hidden states, weight and bias, of a gradient that is computed in tiles.
+
+    Args:
+        gradient: Of the head's output.
+        hidden: The hidden states.
+        weight: The head's, (vocabulary, width).
+        wanted: Which of the three.
+    """
+    inputs = hidden.reshape(-1, hidden.shape[-1])
+    of_hidden = torch.empty_like(inputs) if wanted[0] else None
+    of_weight = _Sum(weight.dtype) if wanted[1] else None
+    of_bias = _Sum(weight.dtype) if wanted[2] else None
+    values = each_tile(gradient)
+
+    def compute(rows: slice) -> None:
+        of_logits = values(rows)
+        if of_hidden is not None:
+            of_hidden[rows] = of_logits.mm(weight)
+        if of_weight is not None and rows == slice(0, len(inputs)):  # as plain PyTorch has it
+            of_weight.add(of_logits.t().mm(inputs))
+            add_rows(of_logits, inputs, None, of_bias)
+        else:
+            add_rows(of_logits, inputs[rows], of_weight, of_bias)
+
+    in_tiles(gradient.source, len(inputs), compute)
+    return (
+        None if of_hidden is None else of_hidden.view(hidden.shape),
         None if of_weight is None else of_weight.rounded(),
         None if of_bias is None else of_bias.rounded(),
     )
@@ -284,14 +429,3 @@ class _Sum:
         """The sum in the type it was asked for."""
         assert self._total is not None
         return self._total.to(self._dtype)
-
-
-def _autograd_at_work() -> Any:
-    """Autograd's keys as outside operators: a gradient may be wanted in the middle of one."""
-    return torch._C._ForceDispatchKeyGuard(*_KEYS)
-
-
-_KEYS = (
-    torch._C._dispatch_tls_local_include_set(),
-    torch._C._dispatch_tls_local_exclude_set(),
-)

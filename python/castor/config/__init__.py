@@ -12,6 +12,7 @@ from castor.config.names import (
     TileLogits,
     ZeroStage,
 )
+from castor.config.nearest import did_you_mean
 from castor.config.settings import (
     GeminiConfig,
     LossScalerConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "ZeroStage",
     "check_format_of_precision",
     "check_fraction",
+    "did_you_mean",
     "offloads",
     "parse_bandwidth",
     "parse_bytes",

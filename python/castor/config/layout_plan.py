@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from castor.config.run_files import PLAN_USED, leave_mark
 from castor.config.settings_file import read_settings_file, write_settings_file
 from castor.errors import UsageError
 
@@ -74,5 +75,6 @@ def planned_layout(plan: str | os.PathLike[str]) -> dict[str, Any]:
                 "writes one. Or give its file instead of 'auto', or sizes"
             )
         plan = given
+        leave_mark(PLAN_USED)
     layout: dict[str, Any] = read_plan(plan)["layout"]
     return layout

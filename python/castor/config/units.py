@@ -9,14 +9,15 @@ from pathlib import Path
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BITS = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT])?b(?:it)?(?:/s|ps)\s*")
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B?|B)\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*[0-9]+(?:\.[0-9]+)?\s*")
 
 
 def parse_bytes(value: int | str, name: str) -> int:
     """Reads a size.
 
     Args:
-        value: Bytes, or a string such as "300MiB", "24GiB", "2GB".
+        value: Bytes as an int, or a string with a unit such as "300MiB", "24GiB", "2GB", "512B".
         name: The argument's name, for errors.
 
     Returns:
@@ -24,7 +25,7 @@ def parse_bytes(value: int | str, name: str) -> int:
 
     Raises:
         TypeError: `value` is neither an int nor a string.
-        ValueError: The string is no size, or the size is not positive.
+        ValueError: The string is no size, it has no unit, or the size is not positive.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError(f"{name} is {value!r}; give bytes as an int, or a string such as '24GiB'")
@@ -32,11 +33,17 @@ def parse_bytes(value: int | str, name: str) -> int:
         size = value
     else:
         match = _SIZE.fullmatch(value)
+        if _NUMBER.fullmatch(value):
+            number = value.strip()
+            raise ValueError(
+                f"{name} is {value!r}, which has no unit; write '{number}GiB', or '{number}B' if "
+                "bytes are meant"
+            )
         if match is None:
             raise ValueError(
                 f"{name} is {value!r}; write a size such as '300MiB', '24GiB' or '2GB'"
             )
-        unit = (match[2] or "").capitalize()
+        unit = match[2].upper().removesuffix("B").replace("I", "i")
         size = int(float(match[1]) * (_UNITS | _BINARY_UNITS)[unit])
     if size <= 0:
         raise ValueError(f"{name} is {value!r}; it must be more than 0 bytes")

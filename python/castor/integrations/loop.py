@@ -21,8 +21,11 @@ from castor.integrations.data_parallel import (
     check_device,
     wrapper_of,
 )
+from castor.integrations.later_optimizers import join_or_replace
+from castor.integrations.several_modules import CalledByParts, modules_with
 from castor.plugins import GeminiPlugin
-from castor.runtime.engine import Engine, engine_of
+from castor.runtime.boosted_model import model_with
+from castor.runtime.engine import Engine, engine_of, engines_holding
 from castor.runtime.launched import launched_size
 
 _TORCHS = parallel.DistributedDataParallel
@@ -33,7 +36,9 @@ class Loops:
     """Boosts what a loop trains when it first calls it: a model, with the optimizers made for it.
 
     An optimizer waits from when it is made. The first module that is called and has its parameters
-    is its model, all of it; without gradients a part may be called before. A model that the loop
+    is its model, together with whatever else has some of them; without gradients a part may be
+    called before. One that is made later joins those that train the model, or takes the place of
+    those that hold the same parameters. A model that the loop
     moves to a device stays on the CPU until it is called: castor places what is boosted then, and
     anything else is moved. While something waits nn.Module.__call__ asks for it, otherwise it is
     torch's. On several ranks a model is one in DistributedDataParallel, which is castor's.
@@ -131,11 +136,18 @@ class Loops:
         if mine and wrapper:
             check_device(wrapper, torch.device(self._plugin.config.device))
         if mine:
-            with wrapper.keeping_its_buffers() if wrapper else nullcontext():
-                boost(self._booster, module, mine)
+            model = _boosted_already(module)
+            if model is not None:
+                join_or_replace(self._booster, model, mine)
+            else:
+                model, mine = _whole_of(module, mine, waiting)
+                with wrapper.keeping_its_buffers() if wrapper else nullcontext():
+                    boost(self._booster, model, mine)
+            if isinstance(model, CalledByParts):
+                model.follow_calls()
             if launched_size() > 1:
-                self._shared.append(weakref.ref(engine_of(module)))
-            for part in module.modules():
+                self._shared.append(weakref.ref(engine_of(model)))
+            for part in model.modules():
                 self._unmoved.pop(part, None)
         self._waiting = [weakref.ref(one) for one in waiting if one not in mine]
 
@@ -170,6 +182,35 @@ class Loops:
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _boosted_already(module: nn.Module) -> nn.Module | None:
+    """The model that has a module's parameters, where it has been boosted before."""
+    engines = engines_holding(module)
+    return model_with(engines[0]) if engines else None
+
+
+def _whole_of(
+    module: nn.Module, mine: list[Optimizer], waiting: list[Optimizer]
+) -> tuple[nn.Module, list[Optimizer]]:
+    """What is boosted when a module is called, with all optimizers that train some of it."""
+    modules: list[nn.Module] = [module]
+    trained = {param for one in waiting for param in _params(one)}
+    alone: list[torch.Tensor] = []
+    while True:
+        has = {param for one in modules for param in one.parameters()}.union(alone)
+        mine = [one for one in waiting if has.intersection(_params(one))]
+        missing = {param for one in mine for param in _params(one)} - has
+        if not missing:
+            break
+        found = modules_with(missing, trained)
+        owned = {param for one in found for param in one.parameters()}
+        alone += dict.fromkeys(p for one in mine for p in _params(one) if p in missing - owned)
+        within = {part for one in found for part in one.modules()}
+        modules = [one for one in modules if one not in within] + found
+    if modules == [module] and not alone:
+        return module, mine
+    return CalledByParts(modules, alone), mine
 
 
 def _answers_first(engine: Engine | None) -> bool:
@@ -210,11 +251,12 @@ def _check_model(module: nn.Module, optimizer: Optimizer, *, wrapped: bool) -> N
         )
     params, has = _params(optimizer), set(module.parameters())
     others = sum(param not in has for param in params)
-    if others:
+    if others and size > 1:
         raise UsageError(
             f"the loop calls a {kind} which has {len(params) - others} of the {len(params)} "
-            f"parameters of its {name}: castor run follows a model that is called as a whole; "
-            "boost it in the script instead"
+            f"parameters of its {name}: on several ranks castor run follows a model that is called "
+            "as a whole; put all of them into one module in one DistributedDataParallel, or boost "
+            "it in the script"
         )
     if size > 1 and not wrapped:
         raise NotImplementedError(

@@ -5,6 +5,7 @@ python -m castor.integrations.script SETTINGS (-m MODULE | FILE) ARGUMENT...
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import runpy
@@ -13,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import accelerate  # type: ignore[import-untyped]
-import transformers
-
-from castor.errors import UsageError
-from castor.integrations.accelerate import accelerator_of_settings
 from castor.integrations.common import OnCastor
+from castor.integrations.launchers import (
+    LAUNCH_MODULE,
+    PythonProcesses,
+    RefusedRunError,
+    enter_launchers,
+)
 from castor.integrations.loop import Loops
-from castor.integrations.transformers import trainer_of_settings
 from castor.runtime.ranks import leave
 
 
@@ -30,24 +31,25 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
     Classes that derive from transformers' Trainer and accelerate's Accelerator, as TRL's, do so
     after they have been replaced. The Trainer makes an Accelerator of its own, which is
     accelerate's. Lightning's Trainers get castor's strategy. What none of them has boosted is
-    boosted when it is first called.
+    boosted when it is first called. A script that `accelerate launch` starts runs in this process.
 
     Args:
         settings: GeminiPlugin's arguments.
         arguments: What python is given: a file or -m and a module, and its own arguments.
 
     Raises:
-        UsageError: Nothing of the script has trained a model.
+        RefusedRunError: Nothing of the script has trained a model, or it starts ranks itself.
     """
-    trainer: Any = trainer_of_settings(transformers.trainer.Trainer, settings)
-    accelerator: Any = accelerator_of_settings(accelerate.Accelerator, settings)
-    for module in (transformers, transformers.trainer):
-        vars(module)["Trainer"] = trainer
-    for module in (accelerate, accelerate.accelerator):
-        vars(module)["Accelerator"] = accelerator
+    processes = PythonProcesses()
+    if _installed("accelerate"):
+        if _installed("transformers"):  # first: the Trainer's Accelerator is accelerate's
+            _enter_trainers(settings)
+        _enter_accelerate(settings)
+        enter_launchers(_run)
     Loops(settings).watch()  # before anyone binds what it replaces
-    if importlib.util.find_spec("lightning") is not None:
+    if _installed("lightning"):
         importlib.import_module("castor.integrations.lightning").enter_trainers(settings)
+    processes.watch()
     try:
         _run(arguments)
     except SystemExit as end:
@@ -55,11 +57,39 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
             raise
     leave()  # of torch.distributed's group, which scripts leave to the end of the process
     if not OnCastor.castor_has_trained:
-        raise UsageError(
+        elsewhere = (
+            f". It started another Python process ({processes.first} ...), which castor run does "
+            "not follow: give castor run the script that trains"
+        )
+        raise RefusedRunError(
             "castor trained nothing: in this script no model was called with gradients after an "
             "optimizer had been made for it, and none was given to a Trainer or to "
-            "accelerator.prepare"
+            f"accelerator.prepare{elsewhere if processes.first else ''}"
         )
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _enter_accelerate(settings: Mapping[str, Any]) -> None:
+    import accelerate  # type: ignore[import-untyped]
+
+    from castor.integrations.accelerate import accelerator_of_settings
+
+    made: Any = accelerator_of_settings(accelerate.Accelerator, settings)
+    for module in (accelerate, accelerate.accelerator):
+        vars(module)["Accelerator"] = made
+
+
+def _enter_trainers(settings: Mapping[str, Any]) -> None:
+    import transformers
+
+    from castor.integrations.transformers import trainer_of_settings
+
+    made: Any = trainer_of_settings(transformers.trainer.Trainer, settings)
+    for module in (transformers, transformers.trainer):
+        vars(module)["Trainer"] = made
 
 
 def _run(arguments: Sequence[str]) -> None:
@@ -67,11 +97,25 @@ def _run(arguments: Sequence[str]) -> None:
     sys.argv = list(arguments[1:] if is_module else arguments)
     if is_module:
         sys.path[0] = str(Path.cwd())
+        if (
+            sys.argv[0] == LAUNCH_MODULE
+        ):  # as "__main__" it would be another, which starts processes
+            importlib.import_module(LAUNCH_MODULE).main()
+            return
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def main() -> None:
+    """Runs the script of the command line; says in one line what castor run refuses of it."""
+    try:
+        run(json.loads(sys.argv[1]), sys.argv[2:])
+    except RefusedRunError as error:
+        print(f"castor: error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
 if __name__ == "__main__":
-    run(json.loads(sys.argv[1]), sys.argv[2:])
+    main()

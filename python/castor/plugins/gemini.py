@@ -241,9 +241,15 @@ class GeminiPlugin:
         extra_dp_size: int = 1,
         **not_yet: Any,
     ) -> None:
-        check_not_yet(type(self).__name__, not_yet)
-        chosen = choose_device(device)
+        check_not_yet(type(self), not_yet)
+        chosen, device_bytes, host_bytes = self._place(
+            device,
+            None if device_memory is None else parse_bytes(device_memory, "device_memory"),
+            None if host_memory is None else parse_bytes(host_memory, "host_memory"),
+        )
         on_gpu = chosen.type != "cpu"
+        if not isinstance(pin_memory, bool):
+            raise TypeError(f"pin_memory is {pin_memory!r}; give True or False")
         if pin_memory and not on_gpu:
             raise ValueError("pin_memory=True needs device='cuda'; the CPU device copies nothing")
         if link_bandwidth is not None and on_gpu:
@@ -254,7 +260,10 @@ class GeminiPlugin:
         if norm_type != 2.0:
             raise NotImplementedError(f"norm_type={norm_type} is not supported; only 2.0 is")
         if not isinstance(enable_gradient_accumulation, bool):
-            raise TypeError("enable_gradient_accumulation must be a bool")
+            raise TypeError(
+                f"enable_gradient_accumulation is {enable_gradient_accumulation!r}; give True or "
+                "False"
+            )
         check_fraction("shard_param_frac", shard_param_frac)
         if trace_file is not None and not isinstance(trace_file, str | Path):
             raise TypeError(f"trace_file is {trace_file!r}; give a path")
@@ -271,11 +280,6 @@ class GeminiPlugin:
                 "overlap='backward' updates chunks in the first backward of a step; pass "
                 "enable_gradient_accumulation=False, or overlap='forward' to accumulate"
             )
-        device_bytes, host_bytes = choose_budgets(
-            chosen,
-            None if device_memory is None else parse_bytes(device_memory, "device_memory"),
-            None if host_memory is None else parse_bytes(host_memory, "host_memory"),
-        )
         self._chooses_overlap = overlap is None
         self.config = GeminiConfig(
             placement_policy=cast(PlacementPolicy, policy),
@@ -320,6 +324,13 @@ class GeminiPlugin:
             zero_stage=zero_stage,
             extra_dp_size=extra_dp_size,
         )
+
+    def _place(
+        self, device: str | torch.device | None, device_bytes: int | None, host_bytes: int | None
+    ) -> tuple[torch.device, int, int]:
+        """Chooses the device and the budgets of device and host on this machine."""
+        chosen = choose_device(device)
+        return chosen, *choose_budgets(chosen, device_bytes, host_bytes)
 
     @property
     def scales_loss(self) -> bool:

@@ -30,12 +30,37 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
     Raises:
         UsageError: There is no such GPU, or none for this rank, or this torch has no CUDA.
+        ValueError: The text names no device.
         ImportError: castor was built without its GPU parts, or for another CUDA than torch.
         NotImplementedError: A device of another kind.
     """
+    chosen = named_device(device)
+    if chosen.type == "cpu":
+        return chosen
+    return torch.device("cuda", chosen.index if ":" in str(device) else _own_gpu())
+
+
+def named_device(device: str | torch.device | None) -> torch.device:
+    """Checks that this machine has a device, and takes nothing of it.
+
+    Args:
+        device: As choose_device's.
+
+    Returns:
+        The device, without an index where none was given.
+
+    Raises:
+        UsageError: There is no such GPU, or this torch has no CUDA.
+        ValueError, ImportError, NotImplementedError: See choose_device.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device is {device!r}; choose 'cpu', 'cuda' or the number of a GPU, 'cuda:0'"
+        ) from None
     if chosen.type == "cpu":
         return torch.device("cpu")
     if chosen.type != "cuda":
@@ -44,7 +69,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         )
     check_cuda(chosen)
     load_cuda()
-    return torch.device("cuda", chosen.index if ":" in str(device) else _own_gpu())
+    return chosen
 
 
 def _own_gpu() -> int:

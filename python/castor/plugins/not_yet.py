@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+from castor.config import did_you_mean
 
 # Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
 # asks for nothing, and what to do instead.
@@ -34,7 +37,18 @@ NOT_YET: dict[str, tuple[object, str]] = {
 }
 
 
-def check_not_yet(plugin: str, arguments: dict[str, Any]) -> None:
+def arguments_of(plugin: type) -> frozenset[str]:
+    """Returns the names of the arguments that a plugin and its base classes take and honour."""
+    return frozenset(
+        one.name
+        for kind in plugin.__mro__
+        if kind is not object
+        for one in inspect.signature(kind.__init__).parameters.values()
+        if one.kind is one.KEYWORD_ONLY
+    )
+
+
+def check_not_yet(plugin: type, arguments: dict[str, Any]) -> None:
     """Takes what asks for nothing.
 
     Raises:
@@ -43,7 +57,8 @@ def check_not_yet(plugin: str, arguments: dict[str, Any]) -> None:
     """
     for name, value in arguments.items():
         if name not in NOT_YET:
-            raise TypeError(f"{plugin} has no argument {name!r}")
+            known = did_you_mean(name, arguments_of(plugin) | NOT_YET.keys())
+            raise TypeError(f"{plugin.__name__} has no argument {name!r}{known}")
         neutral, instead = NOT_YET[name]
         if value != neutral:
             raise NotImplementedError(f"{name}={value!r} is not supported yet: {instead}")

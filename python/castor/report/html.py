@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from castor._C import __version__
+from castor import _C
 from castor.booster import Booster
 from castor.checkpoint.files import write_file
 from castor.config.names import EVENT_KINDS, TRANSFER_CAUSES
@@ -40,8 +40,17 @@ def write_html(path: str | Path, target: Booster | nn.Module) -> Path:
         OSError: The file cannot be written; an older one is left as it was.
     """
     path = Path(path)
-    write_file(path, [page(source_of(target)).encode()])
+    write_page(path, source_of(target))
     return path
+
+
+def write_page(path: Path, source: Source) -> None:
+    """Writes what write_html does.
+
+    Raises:
+        OSError: The file cannot be written; an older one is left as it was.
+    """
+    write_file(path, [page(source).encode()])
 
 
 def page(source: Source) -> str:
@@ -73,7 +82,7 @@ def page_data(source: Source) -> dict[str, Any]:
     samples, on_device = step.memory(), step.on_device()
     return {
         "model": source.model,
-        "version": __version__,
+        "version": _C.__version__,
         "step": memory.steps,
         "guidance": GUIDANCE[step.guidance],
         "complete": step.complete,

@@ -13,7 +13,7 @@ from castor.errors import UsageError
 from castor.report.timeline import StepTimeline
 from castor.runtime.engine import Engine, engine_of
 from castor.runtime.history import HistoryTotals, StepRecord
-from castor.runtime.report import MemoryReport
+from castor.runtime.report import MemoryReport, size
 
 RECENT_STEPS = 20
 
@@ -73,6 +73,15 @@ class Source:
                 return statistics.median(n / (r.seconds or 1.0) for n, r in pairs), unit
         return None
 
+    def step_seconds(self) -> float | None:
+        """The median time of the last steps; None where no step's time is known."""
+        recent = [r.seconds for r in self.records[-RECENT_STEPS:] if r.seconds]
+        return statistics.median(recent) if recent else None
+
+    def waited_ns(self) -> int:
+        """Time for which the last step waited for chunks: transfers that nothing has hidden."""
+        return sum(t.stall_ns for t in self.step.transfers if t.kind == "fetch")
+
     def last_loss(self) -> float | None:
         """The loss of the last step that has one."""
         return next((r.loss for r in reversed(self.records) if r.loss is not None), None)
@@ -80,7 +89,7 @@ class Source:
     def headline(self) -> list[tuple[str, str, str]]:
         """(what, value, remark) of the figures that matter most."""
         step, memory = self.step, self.memory
-        stall_ns = sum(t.stall_ns for t in step.transfers if t.kind == "fetch")
+        stall_ns = self.waited_ns()
         fetches = [t for t in step.transfers if t.kind == "fetch"]
         prefetched = sum(t.cause == "prefetch" for t in fetches)
         h2d = sum(t.bytes for t in fetches)
@@ -171,6 +180,15 @@ def source_of(target: Booster | nn.Module) -> Source:
         raise TypeError(
             f"a report needs a Booster or a boosted model; it was given a {type(target).__name__}"
         )
+    return source_of_engine(engine)
+
+
+def source_of_engine(engine: Engine) -> Source:
+    """Reads what an engine has done.
+
+    Raises:
+        UsageError: No step has finished.
+    """
     timeline = engine.session.timeline()
     if timeline is None:
         raise UsageError(
@@ -184,19 +202,6 @@ def source_of(target: Booster | nn.Module) -> Source:
         records=engine.history.records,
         totals=engine.history.totals,
     )
-
-
-def size(count: int) -> str:
-    """Bytes, in the largest binary unit that gives at least 1."""
-    for name, unit, digits in (
-        ("TiB", 2**40, 2),
-        ("GiB", 2**30, 2),
-        ("MiB", 2**20, 1),
-        ("KiB", 2**10, 1),
-    ):
-        if count >= unit:
-            return f"{count / unit:,.{digits}f} {name}"
-    return f"{count} B"
 
 
 def duration(nanoseconds: int) -> str:

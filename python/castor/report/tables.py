@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from castor.report.source import GUIDANCE, Source, duration, size
+from castor.report.source import GUIDANCE, Source, duration
+from castor.runtime.report import size
 
 _MAX_WAITS = 5
 

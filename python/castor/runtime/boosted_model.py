@@ -95,11 +95,19 @@ class BoostedStep(Protocol):
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, BoostedModel] = weakref.WeakKeyDictionary()
+_listeners: list[Callable[[BoostedModel], None]] = []
 
 
 def remember(model: nn.Module, boosted: BoostedModel) -> None:
     """From now on the model is boosted."""
     _models[model] = boosted
+    for listener in _listeners:
+        listener(boosted)
+
+
+def listen(listener: Callable[[BoostedModel], None]) -> None:
+    """From now on `listener` is called with every model that is boosted."""
+    _listeners.append(listener)
 
 
 def forget(model: nn.Module) -> None:
@@ -122,6 +130,11 @@ def boosted_model_of(model: nn.Module) -> BoostedModel:
     if boosted is None:
         raise UsageError(f"this {type(model).__name__} is not boosted; call booster.boost first")
     return boosted
+
+
+def model_with(boosted: BoostedModel) -> nn.Module:
+    """The model of which something is known."""
+    return next(model for model, known in list(_models.items()) if known is boosted)
 
 
 def boosted_models_holding(model: nn.Module) -> list[BoostedModel]:

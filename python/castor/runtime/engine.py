@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,6 +87,9 @@ class Engine(Together):
     engine and the session, which go when the last of these is gone.
     """
 
+    at_end: Callable[[Engine], None] | None = None
+    """Called with the engine when it goes; None: nobody asks for its last figures."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -167,6 +170,10 @@ class Engine(Together):
         ]
         remember(model, self)
         refuse_sharing(_content_of)
+
+    def __del__(self) -> None:
+        if self.at_end is not None:
+            self.at_end(self)
 
     def _take_over(self, model: nn.Module, lazy: Materialisation) -> tuple[ModelSpec, Aliases]:
         """Lays the parameters out in chunks and moves those there that have values."""

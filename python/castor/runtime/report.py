@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -175,8 +175,13 @@ class MemoryReport:
     nvme_engine: str
     """How the NVMe tier is read and written; empty without one."""
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all figures by name; values are those of JSON."""
+        return asdict(self)
+
     def __str__(self) -> str:
-        return _table(self)
+        """Returns the summary: what says how the run goes, in the units that people read."""
+        return _table(_summary(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,29 +213,121 @@ class TorchReport:
             )
         raise AttributeError(f"TorchReport has no figure {name!r}")
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all figures by name; values are those of JSON."""
+        return asdict(self)
+
     def __str__(self) -> str:
-        return _table(self)
+        """Returns the summary."""
+        return _table(
+            [
+                ("trained by", self.trained_by),
+                ("steps", _steps(self)),
+                ("parameters", size(self.parameter_bytes)),
+                ("gradients", size(self.gradient_bytes)),
+                ("optimizer", size(self.optimizer_bytes)),
+                *_norm(self),
+                *([("rank", f"{self.rank} of {self.ranks}")] if self.ranks > 1 else []),
+            ]
+        )
 
 
 _OF_CHUNKS = {f.name for f in fields(MemoryReport)} - {f.name for f in fields(TorchReport)}
 
 
-def _table(report: MemoryReport | TorchReport) -> str:
-    """Names and figures, a line each."""
-    width = max(len(f.name) for f in fields(report))
-    lines = []
-    for f in fields(report):
-        value = getattr(report, f.name)
-        if f.name.endswith("_bytes"):
-            shown = f"{value / 2**20:,.2f} MiB ({value:,} bytes)"
-        elif f.name.endswith("_seconds"):
-            shown = f"{value:,.2f} s"
-        elif f.name == "waste":
-            shown = f"{value:.2%}"
-        elif isinstance(value, float):
-            shown = f"{value:.6g}"
-        else:
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            shown = f"{value:,}" if whole else str(value)
-        lines.append(f"{f.name:<{width}}  {shown}")
-    return "\n".join(lines)
+def size(count: int) -> str:
+    """Returns bytes in the largest binary unit that gives at least 1."""
+    for name, unit, digits in (
+        ("TiB", 2**40, 2),
+        ("GiB", 2**30, 2),
+        ("MiB", 2**20, 1),
+        ("KiB", 2**10, 1),
+    ):
+        if count >= unit:
+            return f"{count / unit:,.{digits}f} {name}"
+    return f"{count} B"
+
+
+def _summary(report: MemoryReport) -> list[tuple[str, str]]:
+    """Returns what stands in the summary, with its values; what did not happen is left out."""
+    share = report.peak_device_bytes / max(1, report.device_budget_bytes)
+    found = [
+        ("steps", _steps(report)),
+        (
+            "device peak",
+            f"{size(report.peak_device_bytes)} of a budget of {size(report.device_budget_bytes)} "
+            f"({share:.1%}), of it beside chunks at most {size(report.peak_nonmodel_bytes)}",
+        ),
+        (
+            "host",
+            f"{size(report.host_bytes)} of {size(report.host_budget_bytes)}, in "
+            f"{report.num_chunks:,} chunks of {size(report.chunk_bytes)}",
+        ),
+    ]
+    if report.nvme_bytes:
+        found.append(
+            (
+                "NVMe",
+                f"{size(report.nvme_bytes)}, {size(report.nvme_weight_bytes)} of it parameters and "
+                f"gradients; {size(report.nvme_read_bytes)} read, "
+                f"{size(report.nvme_written_bytes)} written ({report.nvme_engine})",
+            )
+        )
+    if report.promoted_chunks:
+        found.append(
+            (
+                "promoted",
+                f"{size(report.promoted_bytes)} in {report.promoted_chunks:,} chunks that live on "
+                "the device",
+            )
+        )
+    blocks = [
+        f"{count} {what}"
+        for count, what in (
+            (report.recomputed_blocks, "recomputed"),
+            (report.offloaded_blocks, "offloaded"),
+            (report.tiled_blocks, "in tiles"),
+        )
+        if count
+    ]
+    if blocks:
+        found.append(("activations", f"{', '.join(blocks)} of {report.activation_blocks} blocks"))
+    if report.logit_tiles > 1:
+        rows = f"{report.logit_tiles:,} tiles of {report.logit_rows_per_tile:,} rows"
+        found.append(("logits", rows))
+    found.append(
+        (
+            "copied",
+            f"{size(report.h2d_bytes)} to the device, {size(report.d2h_bytes)} from it; a module "
+            f"waited for {report.demand_fetches:,} chunks, {report.prefetch_hits:,} came before "
+            "their use",
+        )
+    )
+    if report.divergent_steps:
+        found.append(("off the plan", f"{report.divergent_steps:,} steps"))
+    found += _norm(report)
+    if report.ranks > 1:
+        found.append(
+            (
+                "rank",
+                f"{report.rank} of {report.ranks}, ZeRO stage {report.zero_stage}, over "
+                f"{report.rank_link}; {report.rank_seconds:,.2f} s for what ranks exchange",
+            )
+        )
+    return found
+
+
+def _steps(report: MemoryReport | TorchReport) -> str:
+    skipped = f", {report.skipped_steps:,} of them skipped" if report.skipped_steps else ""
+    return f"{report.steps:,}{skipped}"
+
+
+def _norm(report: MemoryReport | TorchReport) -> list[tuple[str, str]]:
+    norm = report.gradient_norm
+    return [] if norm is None else [("gradient norm", f"{norm:.6g}")]
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    """Returns names and values, a line each."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,122 @@
+"""Modules that share an optimizer, of a loop that calls each by itself: boosted as one model."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from castor.runtime.engine import engine_of
+from castor.runtime.hooks import ModuleHook
+from castor.runtime.input_cast import InputCast
+from castor.runtime.own_forward import WrappedForward
+
+
+class CalledByParts(nn.Module):
+    """A model that nobody calls: a call of one of its parts is a forward of it.
+
+    Args:
+        parts: Modules; a loop calls them, or their children.
+        alone: Parameters of no module, which a loss has.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module], alone: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.alone = nn.ParameterList(alone)
+        self._running: set[int] = set()
+        """Threads that are in a forward."""
+
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the forward of a part."""
+        return call(*args, **kwargs)
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the forward of a part, as a forward of the model where it is the outermost."""
+        thread = threading.get_ident()
+        if thread in self._running:
+            return call(*args, **kwargs)
+        self._running.add(thread)
+        try:
+            return self(call, *args, **kwargs)
+        finally:
+            self._running.discard(thread)
+
+    def follow_calls(self) -> None:
+        """From now on calls of the parts are forwards of this model, which has been boosted."""
+        engine = engine_of(self)
+        for part in self._called():
+            part.register_forward_pre_hook(ModuleHook(_keep_alive, self))
+            if not any(param is not None for param in part._parameters.values()):
+                if not isinstance(part.__dict__.get("forward"), _PartForward):
+                    part.__dict__["forward"] = _PartForward(part, self)
+            elif engine.settings.precision != "fp32" or engine.device.type != "cpu":
+                dtype = next(part.parameters()).dtype
+                cast = InputCast(dtype, engine.device)
+                part.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+
+    def _called(self) -> Iterator[nn.Module]:
+        seen: set[nn.Module] = set()
+        for part in self.parts:
+            for one in (part, *part.children()):
+                if one not in seen and next(one.parameters(), None) is not None:
+                    seen.add(one)
+                    yield one
+
+
+class _PartForward(WrappedForward):
+    """The forward of a part, within one of the model."""
+
+    def __init__(self, module: nn.Module, model: CalledByParts) -> None:
+        super().__init__(module)
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gives what the part's forward gives."""
+        return self._model.run(self.wrapped, args, kwargs)
+
+
+def _keep_alive(_model: CalledByParts, *_: Any) -> None:
+    """A hook that holds the model, which nobody else does."""
+
+
+def modules_with(params: Set[torch.Tensor], trained: Set[torch.Tensor]) -> list[nn.Module]:
+    """Finds the outermost modules of the process that have some of the parameters.
+
+    Args:
+        params: What is looked for.
+        trained: A module that has other parameters that require gradients is none of them.
+
+    Returns:
+        Modules, none of which is in another one.
+    """
+    # Not isinstance: objects may compute their __class__.
+    live: list[nn.Module] = [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), nn.Module) and "_modules" in vars(one)
+    ]
+    around: dict[nn.Module, list[nn.Module]] = {}
+    for one in live:
+        for child in one._modules.values():
+            if child is not None:
+                around.setdefault(child, []).append(one)
+
+    def fits(module: nn.Module) -> bool:
+        return all(param in trained or not param.requires_grad for param in module.parameters())
+
+    found: list[nn.Module] = []
+    for one in live:
+        if not any(param is not None and param in params for param in one._parameters.values()):
+            continue
+        outermost = one
+        while outer := next(filter(fits, around.get(outermost, ())), None):
+            outermost = outer
+        if outermost not in found:
+            found.append(outermost)
+    parts = {part for one in found for part in one.modules() if part is not one}
+    return [one for one in found if one not in parts]

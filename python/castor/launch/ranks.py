@@ -1,0 +1,124 @@
+"""Starts a script on every rank of this machine, as torchrun does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from castor.launch.rendezvous import meeting
+from castor.runtime import rank_cores
+
+_TAIL = 20
+"""Lines of a failed rank's log that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks that a script is started on."""
+
+    nproc: int
+    """Ranks on this machine."""
+    nodes: int
+    """Machines; each runs the command."""
+    rendezvous: str | None
+    """HOST:PORT on one of the machines; None: there is one machine."""
+    join_timeout: float
+    """Seconds to wait for the other machines."""
+    max_restarts: int
+    """How often all ranks begin again after a failure."""
+    log_dir: Path | None
+    """Directory of the output of ranks other than 0; None: a temporary one."""
+    bind: bool
+    """Whether each rank keeps to cores of a NUMA node, where there are several."""
+
+
+def start_ranks(ranks: Ranks, command: Sequence[str]) -> int:
+    """Runs a command of Python on every rank of this machine, and waits for all of them.
+
+    Args:
+        ranks: How many, and where they meet.
+        command: The script, or -m and a module, and its arguments.
+
+    Returns:
+        The exit status, as castor.launch.run's.
+
+    Raises:
+        UsageError: The machines do not come together; see meeting.
+    """
+    nproc, nodes = ranks.nproc, ranks.nodes
+    logs = ranks.log_dir or Path(tempfile.mkdtemp(prefix="castor-run-"))
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=nproc,
+        # Machines that meet at one place are of one run.
+        run_id=ranks.rendezvous or str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint=ranks.rendezvous or "localhost:0",
+        max_restarts=ranks.max_restarts,
+        logs_specs=DefaultLogsSpecs(
+            log_dir=str(logs), redirects=dict.fromkeys(range(1, nproc), Std.ALL)
+        ),
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    )
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what they say comes below
+    # Each attempt has a store of its own: in torch's, a rank may find the address of a dead one.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    begin = []
+    if ranks.bind and (places := rank_cores.places_of_ranks(nproc)):
+        os.environ[rank_cores.CORES] = rank_cores.as_environment(places)
+        begin = ["-I", rank_cores.__file__]
+    status = 0
+    came = (
+        nullcontext()
+        if ranks.rendezvous is None
+        else meeting(ranks.rendezvous, nodes, ranks.join_timeout)
+    )
+    failed = False
+    try:
+        with came:
+            elastic_launch(config, sys.executable)(*begin, "-u", *command)
+    except ChildFailedError as error:
+        failed = True
+        return _tell(*error.get_first_failure(), logs)
+    except SignalException as error:  # when it comes all ranks have been ended
+        name = signal.Signals(error.sigval).name
+        Console(stderr=True).print(f"[red]castor run:[/red] {name}: all ranks have been ended")
+        status = 128 + int(error.sigval)
+    finally:
+        if ranks.log_dir is None and not failed:
+            shutil.rmtree(logs, ignore_errors=True)
+    return status
+
+
+def _tell(rank: int, failure: ProcessFailure, logs: Path) -> int:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    killed = failure.exitcode < 0
+    how = (
+        f"was ended by {signal.Signals(-failure.exitcode).name}"
+        if killed
+        else f"failed with exit status {failure.exitcode}"
+    )
+    console.print(f"[red]castor run:[/red] rank {rank} (process {failure.pid}) {how}")
+    attempts = logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log")
+    latest = max(attempts, key=lambda log: log.stat().st_mtime, default=None)
+    if latest is not None:
+        lines = latest.read_text(errors="replace").splitlines()[-_TAIL:]
+        console.print(escape("\n".join([f"the end of {latest}:", *(f"  {one}" for one in lines)])))
+    return 128 - failure.exitcode if killed else failure.exitcode

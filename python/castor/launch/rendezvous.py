@@ -1,0 +1,148 @@
+"""Brings the machines of one `castor run` together before anything is started on them."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, TCPStore
+
+from castor.errors import UsageError
+
+_HANDSHAKE_SECONDS = 5
+"""In which a store answers that listens at all."""
+_POLL_SECONDS = 0.1
+_LARGEST_PORT = 65535
+
+
+def parse_rendezvous(text: str) -> tuple[str, int]:
+    """Reads HOST:PORT.
+
+    Raises:
+        UsageError: It has no port, or none that there can be, or no host that this machine knows.
+    """
+    host, separator, port = text.rpartition(":")
+    host = host.strip("[]")
+    if not separator or not port:
+        raise UsageError(
+            f"--rendezvous {text} has no port; give HOST:PORT, such as {text.strip(':')}:29500"
+        )
+    if not port.isdecimal() or not 0 < int(port) <= _LARGEST_PORT:
+        raise UsageError(
+            f"--rendezvous {text}: the port is {port!r}; give a number from 1 to {_LARGEST_PORT}"
+        )
+    if not host:
+        raise UsageError(f"--rendezvous {text} has no host; give HOST:PORT, such as node0:{port}")
+    _addresses(host, int(port), text)
+    return host, int(port)
+
+
+@contextmanager
+def meeting(text: str, nodes: int, patience: float) -> Iterator[None]:
+    """Waits until `nodes` machines have come to HOST:PORT, and stays there within the context.
+
+    Args:
+        text: HOST:PORT, on one of the machines.
+        nodes: How many machines there are.
+        patience: Seconds to wait for them.
+
+    Raises:
+        UsageError: The host is unknown, the port belongs to another program, nothing answers
+            there, or too few machines have come.
+    """
+    host, port = parse_rendezvous(text)
+    end = time.monotonic() + patience
+    local = _is_here(host, port, text)
+    if local and not _in_use(port):
+        store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+            timeout=timedelta(seconds=patience),
+        )  # fmt: skip
+    else:
+        store = _join(host, port, text, end=end, patience=patience, local=local)
+    number = store.add("castor/machines", 1)
+    store.set(f"castor/machine{number}", socket.gethostname())
+    while (came := store.add("castor/machines", 0)) < nodes:
+        if time.monotonic() > end:
+            names = sorted(store.get(f"castor/machine{i + 1}").decode() for i in range(came))
+            raise UsageError(
+                f"{came} of {nodes} machines came to {text} within {patience:g} s "
+                f"({', '.join(names)}); start the same command on the others, or wait longer for "
+                "them with --join-timeout SECONDS"
+            )
+        time.sleep(_POLL_SECONDS)
+    yield  # while this process has the store the others find it
+
+
+def _addresses(host: str, port: int, text: str) -> list[tuple[int, tuple[Any, ...]]]:
+    """Returns the family and the address of each address of a host.
+
+    Raises:
+        UsageError: This machine does not know the host.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise UsageError(
+            f"--rendezvous {text}: this machine does not know the host {host} ({error}); give the "
+            "name or the address of one of the machines"
+        ) from None
+    return [(family, address) for family, _, _, _, address in found]
+
+
+def _is_here(host: str, port: int, text: str) -> bool:
+    """Whether the host is this machine: only its own addresses can be bound."""
+    for family, address in _addresses(host, port, text):
+        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind((address[0], 0))
+            return True
+    return False
+
+
+def _in_use(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno == errno.EACCES:
+                raise UsageError(
+                    f"--rendezvous: port {port} is the system's; give one of 1024 or more"
+                ) from None
+            return True
+    return False
+
+
+def _join(host: str, port: int, text: str, *, end: float, patience: float, local: bool) -> TCPStore:
+    """Connects to the store of the machine that has the host.
+
+    Raises:
+        UsageError: Nothing answers there in time, or another program does.
+    """
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_HANDSHAKE_SECONDS).close()
+            break
+        except OSError:
+            if time.monotonic() > end:
+                raise UsageError(
+                    f"nothing answers at {text} within {patience:g} s; start the same command on "
+                    f"{host} too, and see that its port {port} is open to this machine"
+                ) from None
+            time.sleep(_POLL_SECONDS)
+    try:
+        return TCPStore(
+            host, port, is_master=False, multi_tenant=True,
+            timeout=timedelta(seconds=_HANDSHAKE_SECONDS),
+        )  # fmt: skip
+    except (DistError, RuntimeError):
+        where = "this machine" if local else host
+        raise UsageError(
+            f"--rendezvous {text}: port {port} of {where} is in use by another program; give "
+            "another port, the same on all machines"
+        ) from None

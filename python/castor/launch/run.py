@@ -1,0 +1,166 @@
+"""Starts a training script with what `castor run` was given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from castor.config.layout_plan import ENVIRONMENT, read_plan
+from castor.errors import UsageError
+from castor.launch.process import start_process
+from castor.launch.summary import RunRecord, check_report, recording
+from castor.launch.target import find_target, names_castor, options_behind
+
+JOIN_SECONDS = 25.0
+"""For how long a machine waits for the others, where nobody has said."""
+
+
+def run(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    module: bool,
+    settings: Mapping[str, Any] | None,
+    nproc: int | None,
+    nodes: int,
+    rendezvous: str | None,
+    max_restarts: int,
+    log_dir: Path | None,
+    plan: Path | None = None,
+    bind: bool = True,
+    report: Path | None = None,
+    join_timeout: float = JOIN_SECONDS,
+) -> int:
+    """Runs a script on `nproc` ranks here, and returns when all are over.
+
+    With settings what it trains is boosted; a script that boosts its own models needs none. Rank 0
+    of the machine keeps the terminal; what the others write goes to files. Where a rank fails, the
+    others are ended, and the end of its log is shown. Every rank finds its place in torchrun's
+    environment variables. All arguments are checked before anything is started. At the end a
+    summary goes to stderr.
+
+    Args:
+        script: A Python file, an installed Python command, or a module's name.
+        arguments: The script's own.
+        module: Whether `script` is a module.
+        settings: GeminiPlugin's arguments, checked; None: the script is left as it is.
+        nproc: Ranks on this machine; None: one process, and where nothing else asks for a launcher
+            none of its environment.
+        nodes: Machines; each runs this command.
+        rendezvous: Where machines meet, HOST:PORT on one of them; needed with several.
+        max_restarts: How often all ranks begin again after a failure.
+        plan: From `castor plan`: its numbers of ranks and machines are taken, and
+            HybridParallelPlugin("auto") takes its layout.
+        bind: Whether each rank keeps to cores of a NUMA node, where there are several.
+        log_dir: Of the other ranks' output; by default a temporary one, which stays after failures.
+        report: A file for all figures: .json, or .html for a page of the model that took the most
+            steps.
+        join_timeout: Seconds to wait for the other machines.
+
+    Returns:
+        0, or the exit status for the shell: that of the rank that failed first, 128 and the signal
+        for a killed one, or for this process (Ctrl-C), which ends all ranks.
+
+    Raises:
+        UsageError: An argument does not make sense, is not the plan's, would have no effect, or the
+            script is not there; or machines do not come together.
+        OSError: The plan cannot be read.
+    """
+    environment: dict[str, str] = {}
+    if plan is not None:
+        nproc, nodes = _counts_of(plan, nproc, nodes)
+        environment[ENVIRONMENT] = str(plan.absolute())
+        if settings is not None:
+            raise UsageError(
+                f"--plan {plan} gives HybridParallelPlugin('auto') in the script its layout, and "
+                f"{', '.join(settings)} would train the script's models with GeminiPlugin, which "
+                "has none; give one of them"
+            )
+    _check_numbers(nproc, nodes, rendezvous, max_restarts, join_timeout)
+    if report is not None:
+        check_report(report)
+    target = find_target(script, module=module)
+    boosts = settings is not None
+    command = [*target, *arguments]
+    if boosts:
+        command = ["-m", "castor.integrations.script", json.dumps(settings), *command]
+    alone = nproc is None and nodes == 1 and max_restarts == 0 and log_dir is None
+    with recording(report, environment) as record:
+        told = not boosts and _told_beforehand(record, target, arguments)
+        if alone:
+            status = start_process(command)
+        else:
+            from castor.launch.ranks import Ranks, start_ranks  # of torch, which one does not need
+
+            ranks = Ranks(
+                nproc=nproc or 1,
+                nodes=nodes,
+                rendezvous=rendezvous,
+                join_timeout=join_timeout,
+                max_restarts=max_restarts,
+                log_dir=log_dir,
+                bind=bind,
+            )
+            status = start_ranks(ranks, command)
+        record.end(status=status, boosts=boosts, plan=plan, told=told)
+    return status
+
+
+def _check_numbers(
+    nproc: int | None,
+    nodes: int,
+    rendezvous: str | None,
+    max_restarts: int,
+    join_timeout: float,
+) -> None:
+    for name, value, least in (
+        ("nproc", 1 if nproc is None else nproc, 1),
+        ("nodes", nodes, 1),
+        ("max-restarts", max_restarts, 0),
+        ("join-timeout", join_timeout, 1),
+    ):
+        if not value >= least:
+            raise UsageError(f"--{name} is {value}; give {least} or more")
+    if nodes > 1 and rendezvous is None:
+        raise UsageError(
+            f"--nodes {nodes} needs --rendezvous HOST:PORT, the same on all: a port of one of them"
+        )
+    if rendezvous is not None:
+        from castor.launch.rendezvous import parse_rendezvous
+
+        parse_rendezvous(rendezvous)
+        if nodes == 1:
+            raise UsageError(
+                f"--rendezvous {rendezvous} is where several machines meet, and --nodes is 1; give "
+                "--nodes N as well, or leave it out"
+            )
+
+
+def _told_beforehand(record: RunRecord, target: Sequence[str], arguments: Sequence[str]) -> bool:
+    """Says that nothing will be boosted, where that is known; whether it was said."""
+    behind = options_behind(arguments)
+    if behind:
+        record.say(
+            f"{' and '.join(behind)} stands behind {target[-1]}, so that the script gets it and "
+            "castor does not; options of castor run go before the script"
+        )
+    if names_castor(target):
+        return bool(behind)
+    record.say(
+        f"no setting was given and {target[-1]} does not name castor, so that it trains in plain "
+        "PyTorch; --device-memory 24GiB, or another setting, trains it under castor"
+    )
+    return True
+
+
+def _counts_of(path: Path, nproc: int | None, nodes: int) -> tuple[int, int]:
+    plan = read_plan(path)
+    for name, given, planned in (
+        ("nproc", nproc, plan["ranks_per_node"]),
+        ("nodes", nodes if nodes > 1 else None, plan["nodes"]),
+    ):
+        if given not in (None, planned):
+            raise UsageError(f"--{name} is {given}, and {path} is for {planned}; leave it out")
+    return plan["ranks_per_node"], plan["nodes"]

@@ -1,0 +1,93 @@
+"""Reads the settings with which `castor run` boosts what a script trains."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from castor.config.settings_file import read_settings_file
+from castor.errors import UsageError
+
+_SIZES = ("device_memory", "host_memory", "nvme_memory", "chunk_bytes", "link_bandwidth")
+"""Arguments of GeminiPlugin that are sizes: a word of the command line needs a unit."""
+_BUDGETS = ("device_memory", "host_memory", "nvme_memory")
+_LEAST_BUDGET = 2**20
+"""Bytes of a budget that a file may give without a unit: fewer are GiB that were meant."""
+_WORDS = {"True": True, "False": False, "None": None}
+"""Values as Python writes them; others are as JSON has them."""
+_OPTIONS = {"nvme_path": "--nvme"}
+
+
+def read_settings(
+    config: Path | None, options: Mapping[str, Any], given: Sequence[str]
+) -> dict[str, Any] | None:
+    """Reads GeminiPlugin's arguments from a file, from options, and from NAME=VALUE.
+
+    Args:
+        config: A JSON file, or a YAML one; the others go before it.
+        options: Arguments that have an option of their own, None where it was not given.
+        given: Values as JSON has them; what is no JSON is text.
+
+    Returns:
+        None where there is neither.
+
+    Raises:
+        UsageError: One cannot be read, is given twice, or is a size without a unit.
+        OSError: The file cannot be read.
+    """
+    settings = {} if config is None else read_settings_file(config)
+    for name in _BUDGETS:
+        number = settings.get(name)
+        if isinstance(number, int | float) and number < _LEAST_BUDGET:
+            raise UsageError(
+                f"{config}: {name} is {number!r}, which is bytes; write '{number}GiB' with its unit"
+            )
+    asked = {name: value for name, value in options.items() if value is not None}
+    named: dict[str, Any] = {}
+    for one in given:
+        name, separator, value = one.partition("=")
+        if not separator or not name:
+            raise UsageError(f"--set {one}: give NAME=VALUE, such as --set max_prefetch=2")
+        if name in asked or name in named:
+            other = _OPTIONS.get(name, f"--{name.replace('_', '-')}") if name in asked else "--set"
+            raise UsageError(f"{name} is given twice, by {other} and by --set; give it once")
+        named[name] = _read_value(name, value)
+    if config is None and not asked and not named:
+        return None
+    return settings | asked | named
+
+
+def _read_value(name: str, text: str) -> Any:
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return text if name in _SIZES and not isinstance(value, str) else value
+
+
+def check_paths(settings: Mapping[str, Any]) -> None:
+    """Checks that the files and directories which settings name are there.
+
+    Raises:
+        UsageError: One is not.
+    """
+    given = settings.get("nvme_path")
+    for path in [given] if isinstance(given, str) else given or []:
+        if not Path(path).is_dir():
+            raise UsageError(
+                f"nvme_path: there is no directory {path}; make it, or give one on an NVMe device"
+            )
+        if not os.access(path, os.W_OK):
+            raise UsageError(
+                f"nvme_path: {path} cannot be written; give a directory of your own on the device"
+            )
+    trace = settings.get("trace_file")
+    if isinstance(trace, str) and not Path(trace).is_file():
+        raise UsageError(
+            f"trace_file: there is no file {trace}; booster.save_trace writes one, or leave it out"
+        )

@@ -1,0 +1,109 @@
+"""Finds what `castor run` starts: a Python file, a module, or an installed Python command."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from castor.config import did_you_mean
+from castor.errors import UsageError
+
+_LAUNCHERS = {
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torch.distributed.launch",
+    "deepspeed": "deepspeed",
+    "mpirun": "mpirun",
+    "srun": "srun",
+}
+_NO_PYTHON = {
+    ".sh": "a shell script",
+    ".bash": "a shell script",
+    ".ipynb": "a notebook, which `jupyter nbconvert --to script` makes a Python file of",
+    ".json": "a JSON file",
+    ".yaml": "a YAML file",
+    ".yml": "a YAML file",
+}
+_OWN_OPTIONS = ("--device-memory", "--host-memory", "--set", "--plan", "--nvme")
+"""Options of `castor run` that few scripts have too."""
+
+
+def find_target(script: str, *, module: bool) -> list[str]:
+    """Finds what Python is given: a file, or -m and a module.
+
+    Args:
+        script: A Python file, the name of a Python command on PATH such as "trl", or a module.
+        module: Whether `script` is a module's name.
+
+    Raises:
+        UsageError: It is not there, is no Python, or starts ranks itself.
+    """
+    launcher = _LAUNCHERS.get(script if module else Path(script).name)
+    if launcher and not Path(script).is_file():
+        raise UsageError(
+            f"{launcher} starts ranks itself, and castor run --nproc N starts them too: give "
+            "castor run the training script, castor run --nproc N train.py"
+        )
+    if module:
+        return _module(script)
+    if Path(script).is_dir():
+        raise UsageError(f"{script} is a directory; give the training script in it")
+    if Path(script).is_file():
+        _check_python(Path(script))
+        return [script]
+    command = shutil.which(script) if os.sep not in script else None
+    if command is None:
+        alike = did_you_mean(script, [path.name for path in Path(script).parent.glob("*.py")])
+        raise UsageError(f"there is no file {script}; give a script, or -m and a module{alike}")
+    _check_python(Path(command))
+    return [command]
+
+
+def options_behind(arguments: Sequence[str]) -> list[str]:
+    """Returns the options of `castor run` that stand behind the script, which gets them."""
+    names = [argument.partition("=")[0] for argument in arguments]
+    return [name for name in dict.fromkeys(names) if name in _OWN_OPTIONS]
+
+
+def names_castor(target: Sequence[str]) -> bool:
+    """Whether a script may boost its models itself; of a module that is not known beforehand."""
+    return target[0] == "-m" or "castor" in Path(target[0]).read_text("utf-8", errors="replace")
+
+
+def _module(name: str) -> list[str]:
+    if name.endswith(".py") and Path(name).is_file():
+        raise UsageError(f"-m takes the name of a module, and {name} is a file; leave -m out")
+    top = name.partition(".")[0]
+    # A package that has the module is not imported here: that would run its code.
+    if top not in sys.builtin_module_names and not importlib.machinery.PathFinder.find_spec(
+        top, [str(Path.cwd()), *sys.path]
+    ):
+        raise UsageError(
+            f"there is no module {name} in this directory or among the installed ones; give the "
+            "name of one, or a file without -m"
+        )
+    return ["-m", name]
+
+
+def _check_python(path: Path) -> None:
+    """Checks that a file is run by Python.
+
+    Raises:
+        UsageError: It is not.
+    """
+    what = _NO_PYTHON.get(path.suffix)
+    if what is None and path.suffix != ".py":
+        begin = path.read_bytes()[:4096]
+        if begin[:2] == b"#!" and b"python" not in b"\n".join(begin.split(b"\n")[:2]):
+            what = "a program of another language"
+        elif b"\0" in begin:
+            what = "a binary program"
+    if what is not None:
+        raise UsageError(
+            f"{path} is {what}; castor run trains in the Python process that it starts: give the "
+            "Python script that trains"
+        )
