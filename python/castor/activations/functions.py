@@ -245,7 +245,7 @@ def in_tiles(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
     ):
         return None
     if func in TAKES_ALONG_DIM:
-        index = index.remainder(tensor.shape[-1])
+        index = torch.where(index < 0, index + tensor.shape[-1], index)  # gather checks the range
     found: torch.Tensor = _Gather.apply(tensor, index)  # type: ignore[no-untyped-call]
     return found
 
