@@ -246,7 +246,7 @@ define sanitized
 	  -DCASTOR_BUILD_PYTHON=ON -DCASTOR_BUILD_SIMULATED_DEVICE=ON -DCASTOR_BUILD_TESTS=OFF -DCASTOR_CUDA=OFF \
 	  -DCASTOR_JEMALLOC_ROOT= -DPython_EXECUTABLE=$(BIN)/python >$(BUILD)/sanitized/$(1).log \
 	  || { cat $(BUILD)/sanitized/$(1).log; exit 1; }
-	@cmake --build $(BUILD)/sanitized/$(1)
+	@CCACHE_SLOPPINESS=pch_defines,time_macros cmake --build $(BUILD)/sanitized/$(1)
 	@rm -rf $(BUILD)/sanitized/$(1)/site
 	@cmake --install $(BUILD)/sanitized/$(1) --prefix $(BUILD)/sanitized/$(1)/site >>$(BUILD)/sanitized/$(1).log
 	@cp -r python/castor $(BUILD)/sanitized/$(1)/site

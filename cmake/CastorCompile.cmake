@@ -15,9 +15,7 @@ endif()
 if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
   find_program(CASTOR_CCACHE ccache)
   if(CASTOR_CCACHE)
-    # A precompiled header defines macros, which ccache would otherwise not cache.
-    set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env CCACHE_SLOPPINESS=pch_defines,time_macros
-                                    "${CASTOR_CCACHE}")
+    set(CMAKE_CXX_COMPILER_LAUNCHER "${CASTOR_CCACHE}")
   endif()
 endif()
 

@@ -56,10 +56,11 @@ foreach(library IN ITEMS torch_python torch torch_cpu c10)
 endforeach()
 target_link_libraries(castor_torch_deps INTERFACE Python::Module)
 
-# castor_precompile_torch(TARGET): torch's headers are compiled once for all files of the target. They are more
-# than half of the compile time of a file. -DCASTOR_PRECOMPILE=OFF compiles each file with its own includes only.
+# castor_precompile_torch(TARGET): in a sanitizer's build torch's headers are read once for all files of the target.
+# They are more than half of its compile time there. An optimised build gains nothing: reading the precompiled headers
+# of all files takes as long as compiling those that one file needs.
 function(castor_precompile_torch target)
-  if(NOT CASTOR_PRECOMPILE)
+  if(NOT CASTOR_SANITIZE)
     return()
   endif()
   if(target STREQUAL "castor_torch")
