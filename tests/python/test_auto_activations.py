@@ -535,12 +535,12 @@ def test_passes_that_nobody_ends() -> None:
     assert boosted.report().recomputed_blocks == 0
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A hook of the user's raises it."""
 
 
 def refuse(*_: Any) -> None:
-    raise Refused
+    raise RefusedError
 
 
 @pytest.mark.parametrize("place", ["in a block", "at the head", "behind", "in backward"])
@@ -561,7 +561,7 @@ def test_a_pass_that_fails_leaves_nothing_to_the_profile(place: str) -> None:
                 ),
             }[place]()
             for _ in range(2):  # their inputs are larger than the step's
-                with pytest.raises(Refused):
+                with pytest.raises(RefusedError):
                     step(boosted, longer(8, 32, 9), DEEP)
             handle.remove()
             boosted.optimizer.zero_grad()
