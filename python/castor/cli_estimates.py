@@ -66,8 +66,12 @@ def estimate(
     ] = "adam",
     precision: _Precision = "bf16",
     activations: Annotated[
-        str, typer.Option(help="As in GeminiPlugin: keep, recompute, offload or auto.")
-    ] = "keep",
+        str | None,
+        typer.Option(
+            help="As in GeminiPlugin: keep, recompute, offload or auto. Default: auto with "
+            "--device-memory on one rank, else keep."
+        ),
+    ] = None,
     overlap: Annotated[
         str, typer.Option(help="Adam beside the next forward (forward) or after backward (none).")
     ] = "forward",
@@ -93,6 +97,8 @@ def estimate(
     from castor.estimate.render import render
     from castor.estimate.workload import Activations, Overlap, Workload
 
+    if activations is None:  # several ranks are predicted with "keep" and "recompute" alone
+        activations = "auto" if device_memory is not None and nproc * nodes == 1 else "keep"
     workload = Workload(
         batch=batch,
         sequence=seq,

@@ -78,7 +78,7 @@ def test_table_says_what_would_make_it_fit(tmp_path: Path) -> None:
 
 
 def test_table_prints_what_was_decided(tmp_path: Path) -> None:
-    options = ("--seq", "64", "--batch", "8", "--activations", "auto", "--device-memory", "5MiB")
+    options = ("--seq", "64", "--batch", "8", "--device-memory", "5MiB")  # so: auto
     done = run(write(tmp_path, SMALL), *RTX3090, *options)
     assert done.returncode == 0, done.stderr
     shown = " ".join(done.stdout.split())

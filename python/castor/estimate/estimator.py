@@ -30,7 +30,7 @@ from castor.estimate.model import (
 from castor.estimate.search import largest
 from castor.estimate.simulator import lay_out, options, places, seconds_of
 from castor.estimate.workload import Workload
-from castor.runtime.blocks import find_blocks
+from castor.runtime.blocks import find_blocks, has_switch
 from castor.runtime.spec import ModelSpec
 
 _MAX_BATCH = 2**20
@@ -107,6 +107,8 @@ class Estimator:
         self._model = build(config, dtype=dtype)
         self._spec = ModelSpec.structure(self._model, gather_embeddings=workload.gather_embeddings)
         keep = workload.activations == "keep"
+        if workload.activations == "auto":  # keeps what is no block, as in training
+            keep = not any(map(has_switch, find_blocks(self._model).values()))
         self._blocks = None if keep else RecomputedBlocks(self._model)
         self._logits = Logits(self._model, self._spec)
         self._simulator = self._lay_out(workload.state_format)
