@@ -382,7 +382,10 @@ def _nll_loss_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Resu
         grad, values, target = found
         grad = grad.reshape(-1) if grad.dim() else grad
         wide = values.expand(values.shape[0], shape[-1])
-        return _aten.nll_loss_backward.default(grad, wide, target.reshape(-1), *rest)
+        result: torch.Tensor = _aten.nll_loss_backward.default(
+            grad, wide, target.reshape(-1), *rest
+        )
+        return result
 
     by_row = [Operand(v.reshape(-1, 1) if v.dim() else v, one) for v in (grad, target)]
     like = torch.empty(shape, dtype=lazy.like.dtype, device="meta")
