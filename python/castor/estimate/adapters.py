@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,8 @@ def add_adapters(model: nn.Module, rank: int, *, four_bit_base: bool) -> None:
             name="peft",
         ) from error
     config = peft.LoraConfig(r=rank, target_modules="all-linear")
-    with torch.device("meta"), without_values():
+    with torch.device("meta"), without_values(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's, of what it finds out about layers by itself
         peft.inject_adapter_in_model(config, model)
     if four_bit_base:
         for module in list(model.modules()):
