@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
+from castor.estimate_cache import Answer, AnswerCache
+from castor.model_files import find_config
+
 if TYPE_CHECKING:
     from castor.config import StateFormat
     from castor.estimate.workload import Workload
 
-_Config = Annotated[Path, typer.Argument(help="A config.json of a Hugging Face model.")]
+_Config = Annotated[
+    str,
+    typer.Argument(
+        help="A config.json of a Hugging Face model, its folder, or its name in the hub's cache."
+    ),
+]
 _Sequence = Annotated[int, typer.Option("--seq", help="Tokens in a sample.")]
 _Format = Annotated[
     str | None, typer.Option("--format", help="Optimizer state, as in castor estimate.")
@@ -66,8 +75,12 @@ def estimate(
     ] = "adam",
     precision: _Precision = "bf16",
     activations: Annotated[
-        str, typer.Option(help="As in GeminiPlugin: keep, recompute, offload or auto.")
-    ] = "keep",
+        str | None,
+        typer.Option(
+            help="As in GeminiPlugin: keep, recompute, offload or auto. Default: auto with "
+            "--device-memory on one rank, else keep."
+        ),
+    ] = None,
     overlap: Annotated[
         str, typer.Option(help="Adam beside the next forward (forward) or after backward (none).")
     ] = "forward",
@@ -83,9 +96,74 @@ def estimate(
     network: Annotated[
         str | None, typer.Option(help="Of a rank to other machines: 400Gb/s.")
     ] = None,
+    lora: Annotated[
+        int | None,
+        typer.Option(help="Rank of LoRA adapters on all linear layers; the rest is frozen.", min=1),
+    ] = None,
+    qlora: Annotated[
+        bool,
+        typer.Option(
+            "--qlora", help="Linear layers in 4 bits, with --lora 16 where none is given."
+        ),
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Compute it, though the same question was asked before.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Predict whether a model trains on a machine, or several, how fast, and what bounds it."""
+    """Predict whether a model trains on a machine, or several, how fast, and what bounds it.
+
+    The exit status is 1 where it does not fit.
+    """
+    options = {k: v for k, v in locals().items() if k not in ("config", "fresh")}
+    path = find_config(config)
+    console = Console(highlight=False, soft_wrap=True)
+    shown = {"colours": console.color_system, "width": console.width}
+    cache = AnswerCache(path, options | shown)
+    answer = None if fresh else cache.find()
+    if answer is None:
+        with console.capture() as captured:
+            fits = _estimate(path, console, **options)
+        answer = Answer(text=captured.get(), status=0 if fits else 1)
+        cache.keep(answer)
+    sys.stdout.write(answer.text)
+    if answer.status:
+        raise typer.Exit(answer.status)
+
+
+def _estimate(
+    config: Path,
+    console: Console,
+    *,
+    preset: str | None,
+    device_memory: str | None,
+    host_memory: str | None,
+    h2d: str | None,
+    d2h: str | None,
+    dram: str | None,
+    flops: str | None,
+    device_bandwidth: str | None,
+    operator_us: float | None,
+    nvme: str | None,
+    nvme_memory: str | None,
+    batch: int,
+    seq: int,
+    state_format: str | None,
+    optimizer: str,
+    precision: str,
+    activations: str,
+    overlap: str,
+    max_prefetch: int,
+    gather_embeddings: bool,
+    nproc: int,
+    nodes: int,
+    link: str | None,
+    network: str | None,
+    lora: int | None,
+    qlora: bool,
+    as_json: bool,
+) -> bool:
+    """Prints an estimate; whether it fits."""
     from castor.config import Precision
     from castor.errors import UsageError
     from castor.estimate.estimator import Estimator
@@ -93,6 +171,8 @@ def estimate(
     from castor.estimate.render import render
     from castor.estimate.workload import Activations, Overlap, Workload
 
+    if activations is None:  # several ranks are predicted with "keep" and "recompute" alone
+        activations = "auto" if device_memory is not None and nproc * nodes == 1 else "keep"
     workload = Workload(
         batch=batch,
         sequence=seq,
@@ -103,14 +183,19 @@ def estimate(
         overlap=cast(Overlap, overlap),
         max_prefetch=max_prefetch,
         gather_embeddings=gather_embeddings,
+        lora_rank=lora or (_QLORA_RANK if qlora else None),
+        four_bit_base=qlora,
     )
     figures: dict[str, Any] = {
         "device_memory": device_memory, "host_memory": host_memory, "h2d": h2d, "d2h": d2h,
         "dram": dram, "flops": flops, "device_bandwidth": device_bandwidth,
         "operator_us": operator_us, "nvme": nvme, "nvme_memory": nvme_memory,
     }  # fmt: skip
-    console = Console(highlight=False, soft_wrap=True)
     if nproc * nodes > 1:
+        if workload.lora_rank is not None:
+            raise UsageError(
+                "--lora and --qlora are estimated for one rank; leave --nproc and --nodes out"
+            )
         from castor.estimate import data_parallel
         from castor.estimate.cluster import Cluster
 
@@ -121,19 +206,28 @@ def estimate(
         cluster = Cluster.of({"nodes": nodes, "ranks_per_node": nproc, **given}, workload.precision)
         of_ranks = data_parallel.estimate_ranks(config, workload, cluster)
         if as_json:
-            typer.echo(json.dumps(of_ranks.as_json(), indent=2))
+            _print_json(console, of_ranks.as_json())
         else:
             data_parallel.render(of_ranks, workload, cluster, console)
-        return
+        return of_ranks.fits
     for name, value in (("link", link), ("network", network)):
         if value is not None:
             raise UsageError(f"--{name} is between ranks: give --nproc or --nodes as well")
     on = machine(preset, precision=workload.precision, **figures)
     found = Estimator(config, workload).estimate(on)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        _print_json(console, found.as_json())
     else:
         render(found, workload, on, console)
+    return found.fits
+
+
+_QLORA_RANK = 16
+"""Rank of the adapters where --qlora is given alone."""
+
+
+def _print_json(console: Console, figures: dict[str, Any]) -> None:
+    console.print(json.dumps(figures, indent=2), markup=False)
 
 
 def _workload(
@@ -178,7 +272,9 @@ def plan(
 
     workload = _workload(batch, seq, precision, state_format, optimizer)
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)
-    found = search_and_show(config, cluster, workload, console, shown=shown, output=output)
+    found = search_and_show(
+        find_config(config), cluster, workload, console, shown=shown, output=output
+    )
     if as_json:
         typer.echo(json.dumps(found_as_json(found), indent=2))
     if not found.fitting:
@@ -205,6 +301,8 @@ def scaling(
 
     workload = _workload(batch, seq, precision, state_format, optimizer)
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)
-    found = scale_and_show(config, cluster, workload, console, most=most_ranks, output=output)
+    found = scale_and_show(
+        find_config(config), cluster, workload, console, most=most_ranks, output=output
+    )
     if as_json:
         typer.echo(json.dumps(found_as_json(found), indent=2))

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
+from itertools import islice
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
 import torch
 
 from castor import _C
@@ -9,6 +15,12 @@ from castor import _C
 _OF_THIS_POINT = "; the smallest budget that gets past this point is "
 _OF_OTHERS = ". Models of one plugin share this budget"
 """Where the core's advice begins (csrc/core/runtime_room.cc), and what may stand behind it."""
+_OUTSIDE = "outside any module"
+_IN_TILES = (
+    ". Losses that take a few numbers of each row of logits run in tiles: tile_logits='auto' "
+    "(guide: policies and budgets)"
+)
+"""Who computes outside of modules, which the core names, computes a loss."""
 _SMALLER_BATCH = "\nThe device is out of memory."
 """In args of an error that a smaller batch may help: what accelerate's find_executable_batch_size,
 and with it the Trainer's auto_find_batch_size, look for there."""
@@ -26,6 +38,12 @@ class NonFiniteGradientError(Error, ArithmeticError):
     """A gradient holds NaN or infinity and the plugin was asked to raise (nonfinite="raise")."""
 
 
+_PACKAGES = tuple(str(Path(module.__file__).parent) for module in (torch, _C))
+"""Folders of torch and castor: users look for their own lines."""
+_OF_MODULES = str(Path(torch.nn.modules.module.__file__))
+_LONGEST = 60
+
+
 class OutOfMemoryError(Error, torch.OutOfMemoryError):
     """A tier's budget cannot hold a request.
 
@@ -39,10 +57,22 @@ class OutOfMemoryError(Error, torch.OutOfMemoryError):
     def __init__(self, *args: object) -> None:
         self.tier, self.requested, self.available, self.budget = _C.last_out_of_memory()
         self._message = "".join(map(str, args)).removesuffix(_SMALLER_BATCH)
+        self._asker = ""
         super().__init__(self._message + (_SMALLER_BATCH if self.tier == "device" else ""))
 
     def __str__(self) -> str:
-        return self._message
+        if self.tier != "device":
+            return self._message
+        asker = self._asker or _asker(self.__traceback__)
+        return self._message + asker + (_IN_TILES if asker and _OUTSIDE in self._message else "")
+
+    def asked_by(self, what: str) -> None:
+        """Says what asked for the memory, where frames would show castor's own alone.
+
+        Args:
+            what: A noun phrase and what it did.
+        """
+        self._asker = self._asker or f". {what}"
 
     def advise(self, advice: str) -> None:
         """Puts what is known of the whole step in place of the core's advice, which sees one point.
@@ -71,6 +101,56 @@ class CorruptionError(IoError):
 
 class CheckpointError(Error, RuntimeError):
     """A checkpoint is damaged, incomplete or of something else; nothing in memory was changed."""
+
+
+def _asker(trace: TracebackType | None) -> str:
+    """Says what asked for memory, as the frames show that an error came through; "": they do not.
+
+    Python's innermost frame has called the operator whose result or temporary had no room. A chunk
+    that a module needs is fetched by a hook, which names the module already.
+    """
+    frames = [(frame.f_code, tb.tb_lasti, tb.tb_lineno) for frame, tb in _walk(trace)]
+    if not frames or frames[-1][0].co_filename == _OF_MODULES:
+        return ""
+    code, instruction, line = frames[-1]
+    call = _expression(code, instruction)
+    text = f". Asked for by {call or code.co_name} ({_place(code, line)})"
+    own = [f for f in frames[:-1] if not f[0].co_filename.startswith(_PACKAGES)]
+    if code.co_filename.startswith(_PACKAGES) and own:
+        text += f", called in {own[-1][0].co_name} ({_place(own[-1][0], own[-1][2])})"
+    return text
+
+
+def _walk(trace: TracebackType | None) -> list[tuple[FrameType, TracebackType]]:
+    found = []
+    while trace is not None:
+        found.append((trace.tb_frame, trace))
+        trace = trace.tb_next
+    return found
+
+
+def _place(code: CodeType, line: int) -> str:
+    return f"{Path(code.co_filename).name}, line {line}"
+
+
+def _expression(code: CodeType, instruction: int) -> str:
+    """The function or operator that an instruction of a frame calls, as its source has it."""
+    position = next(islice(code.co_positions(), instruction // 2, None), None)
+    if position is None or None in position:
+        return ""
+    first, last, begin, end = position
+    lines = [linecache.getline(code.co_filename, number) for number in range(first, last + 1)]
+    encoded = [line.encode() for line in lines]
+    encoded[-1] = encoded[-1][:end]
+    encoded[0] = encoded[0][begin:]
+    try:
+        parsed = ast.parse("(" + b"".join(encoded).decode() + ")", mode="eval").body
+    except (SyntaxError, ValueError):
+        return ""
+    if isinstance(parsed, ast.Call):
+        parsed = parsed.func
+    text = ast.unparse(parsed)
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 _C.set_python_errors(Error, UsageError, OutOfMemoryError, IoError, CorruptionError)

@@ -64,10 +64,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(place: Path, launcher: tuple[str, ...], script: str, output: str, *more: str) -> Path:
-    """Runs `python -m LAUNCHER -m trl.scripts.SCRIPT`, and returns where it wrote."""
+def run(
+    place: Path,
+    launcher: tuple[str, ...],
+    script: str,
+    output: str,
+    *more: str,
+    command_line: bool = False,
+) -> Path:
+    """Runs `python -m LAUNCHER -m trl.scripts.SCRIPT`, and returns where it wrote.
+
+    Args:
+        command_line: Whether it is `trl SCRIPT` instead, which launches the script.
+    """
+    trl = (str(Path(sys.executable).parent / "trl"), script)
     command = [
-        *(sys.executable, *launcher, "-m", f"trl.scripts.{script}"),
+        *(sys.executable, *launcher, *(trl if command_line else ("-m", f"trl.scripts.{script}"))),
         *("--model_name_or_path", str(place / "model"), "--dataset_name", str(place / script)),
         *("--output_dir", str(place / output), *TRAINING, *more),
     ]
@@ -121,6 +133,11 @@ def test_a_run_that_goes_on_from_the_middle_has_the_bits_of_one_that_did_not_sto
     mine, theirs = (load_file(path / "model.safetensors") for path in (resumed, fine_tuned))
     assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
     assert logged(resumed, "loss") == logged(fine_tuned, "loss")
+
+
+def test_trl_s_command_line_trains_in_the_process(place: Path, fine_tuned: Path) -> None:
+    again = run(place, castor(), "sft", "command-line", command_line=True)
+    assert logged(again, "loss") == logged(fine_tuned, "loss")
 
 
 def test_the_settings_that_were_kept_train_the_same_again(place: Path, fine_tuned: Path) -> None:

@@ -186,8 +186,31 @@ def test_a_block_that_writes_buffers_is_kept() -> None:
     found, report = steps(tower(), MIB)
     assert_same(found, expected)
     assert report.recomputed_blocks == 0
+    found, report = steps(tower(), MIB, activations="auto")  # asked for: kept as well
+    assert_same(found, expected)
+    assert report.recomputed_blocks == 0
     with pytest.raises(castor.UsageError, match="writes its buffer"):
-        steps(tower(), MIB, activations="auto")
+        steps(tower(), MIB, activations="recompute")
+
+
+def loops() -> nn.Module:
+    """Blocks that run several times a forward, of which each has a layer of the cache."""
+    torch.manual_seed(0)
+    config = hf.HrmTextConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, head_dim=16, max_position_embeddings=128, L_bp_cycles=[2, 3],
+    )  # fmt: skip
+    return hf.HrmTextForCausalLM(config).train()
+
+
+@pytest.mark.parametrize("activations", ["auto", "recompute", None])
+def test_a_block_that_runs_several_times_has_an_empty_cache(activations: str | None) -> None:
+    expected, kept = steps(loops(), AMPLE, activations="keep", tile_logits=False)
+    settings = {} if activations is None else {"activations": activations}
+    budget = 1 + kept.peak_device_bytes // 2
+    found, report = steps(loops(), budget, tile_logits=False, **settings)
+    assert_same(found, expected)
+    assert report.recomputed_blocks + report.offloaded_blocks > 0
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])

@@ -279,15 +279,15 @@ def part_of_the_vocabulary(model: Any, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(logits[..., :100].flatten(0, 1), batch["labels"].flatten() % 100)
 
 
-VALUE_LOSSES: dict[str, tuple[Loss, bool]] = {
+VALUE_LOSSES: dict[str, tuple[Loss, bool]] = {  # whether some of it runs in tiles
     "z_loss": (z_loss, True),
     "twice": (twice, True),
     "two parts": (loop_last, True),
-    "by hand": (by_hand, False),
-    "probabilities": (probabilities, False),
+    "by hand": (by_hand, True),
+    "probabilities": (probabilities, True),
     "transposed": (transposed, False),
-    "written": (written, False),
-    "masked": (masked, False),
+    "written": (written, True),
+    "masked": (masked, True),
     "part of the vocabulary": (part_of_the_vocabulary, False),
 }
 
@@ -411,7 +411,11 @@ def test_hooks_and_retained_gradients_see_plain_gradients(tile: int) -> None:
         outputs.logits.register_hook(lambda grad: grad * 2)
         outputs.loss.backward()
         results.append([*seen, outputs.logits.grad, *gradients(model).values()])
-    assert_equal([t + 0 for t in results[1]], results[0])
+    found = [t + 0 for t in results[1]]
+    if tile == 1000:
+        assert_equal(found, results[0])
+    for mine, theirs in zip(found, results[0], strict=True):
+        assert relative(mine, theirs) <= HEAD_TOLERANCE
     outputs = [model(**batch) for model in (plain, boosted.model)]
     grads = [torch.autograd.grad(o.loss, o.logits, retain_graph=True)[0] for o in outputs]
     assert torch.equal(grads[1], grads[0])
@@ -476,7 +480,8 @@ def test_forward_hooks_of_the_head_get_and_replace_its_output() -> None:
         loss.backward()
         handle.remove()
         results.append([torch.tensor(seen), loss.detach(), *gradients(model).values()])
-    assert_equal(results[1], results[0])
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        assert relative(mine, theirs) <= HEAD_TOLERANCE
 
 
 @pytest.mark.parametrize(

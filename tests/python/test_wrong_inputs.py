@@ -32,7 +32,7 @@ RUN = [
     (["--set", "device_memory=24"], "device_memory is '24', which has no unit"),
     (["--set", "nvme_memory=2"], "nvme_memory is '2', which has no unit"),
     (["--set", "chunk_bytes=65536"], "or '65536B' if bytes are meant"),
-    (["--config", "bytes.json"], "device_memory is 24, which is bytes; write '24GiB'"),
+    (["--config", "bytes.json"], "device_memory is 24, which has no unit; write '24GiB'"),
     # names
     (["--set", "devise_memory=2GiB"], "no argument 'devise_memory': did you mean 'device_memory'?"),
     (["--set", "device-memory=2GiB"], "did you mean 'device_memory'?"),

@@ -149,7 +149,11 @@ class Blocks(BlockPolicy):
             elif decision.recompute and by_switch:
                 refuse_filled_caches(module, decision.name)
                 recomputation = Recomputation(
-                    module, decision.name, compared=compared, auto=self._auto, block=block
+                    *(module, decision.name),
+                    compared=compared,
+                    auto=self._auto,
+                    block=block,
+                    lenient=self._auto is not None,
                 )
                 put(module, "_gradient_checkpointing_func", recomputation)
             elif around := self._around(decision, compared=compared):

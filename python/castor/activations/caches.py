@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +23,29 @@ def refuse_filled_caches(module: nn.Module, name: str) -> None:
         module: A block with transformers' switch.
         name: Its name in the model.
     """
+    hook = ModuleHook(_check, name, layer_of(module))
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def layer_of(module: nn.Module) -> int:
+    """The number of a block's layer in a cache."""
     layers = (getattr(part, "layer_idx", None) for part in module.modules())
-    layer = next((index for index in layers if isinstance(index, int)), 0)
-    module.register_forward_pre_hook(ModuleHook(_check, name, layer), with_kwargs=True)
+    return next((index for index in layers if isinstance(index, int)), 0)
+
+
+def held_for(layer: int, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+    """Says what a block's caches have of its layer, or "" where they are empty there.
+
+    Args:
+        layer: See layer_of.
+        args: The block's arguments without names.
+        kwargs: By name. A block that runs several times in one forward of the model (HrmText) has
+            a layer of the cache for each, at its `cycle_offset`.
+    """
+    offset = kwargs.get("cycle_offset", 0)
+    layer += offset if isinstance(offset, int) else 0
+    caches = (value for value in (*args, *kwargs.values()) if is_cache(value))
+    return next((held for cache in caches if (held := held_in(cache, layer))), "")
 
 
 def place_of_use_cache(module: nn.Module) -> int | None:
@@ -56,13 +77,12 @@ def _check(
     may_run_again = getattr(module, "gradient_checkpointing", False)
     if not (may_run_again and module.training and torch.is_grad_enabled()):
         return
-    for value in (*args, *kwargs.values()):
-        if is_cache(value) and (held := held_in(value, layer)):
-            raise UsageError(
-                f"module '{name}' ({type(module).__name__}) is passed a {held}, and transformers "
-                "takes caches from blocks that may be recomputed: call the model without it, or "
-                "keep its activations: activations='keep', or a mapping that keeps this block"
-            )
+    if held := held_for(layer, args, kwargs):
+        raise UsageError(
+            f"module '{name}' ({type(module).__name__}) is passed a {held}, and transformers takes "
+            "caches from blocks that may be recomputed: call the model without it, or keep its "
+            "activations: activations='keep', or a mapping that keeps this block"
+        )
 
 
 def is_cache(value: Any) -> bool:

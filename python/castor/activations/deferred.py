@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from castor.activations import operators
 from castor.activations.lazy_logits import LazyLogits, Step
 from castor.activations.row_operators import lazily
-from castor.errors import UsageError
+from castor.errors import OutOfMemoryError, UsageError
 
 _Tensor = torch.Tensor
 
@@ -123,7 +123,11 @@ class Uncomputed(torch.Tensor):
         def values_of(value: Any) -> Any:
             if not isinstance(value, Uncomputed):
                 return value
-            values = value.values()
+            try:
+                values = value.values()
+            except OutOfMemoryError as error:
+                error.asked_by(f"{func} reads all values of logits {tuple(value.shape)} at once")
+                raise
             wrapped[id(values)] = value
             if exposes:
                 value.expose()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from castor.activations.lazy_logits import Rows
 from castor.activations.row_expressions import in_tiles
 from castor.activations.tiled_loss import Loss
 
@@ -28,7 +29,7 @@ class OwnColumns(Protocol):
         """The sum of all rows' losses, of what was seen of all. Collective."""
         ...
 
-    def gradient(self, logits: torch.Tensor, rows: slice, grad: torch.Tensor) -> torch.Tensor:
+    def gradient(self, logits: torch.Tensor, rows: Rows, grad: torch.Tensor) -> torch.Tensor:
         """Of these logits, where the rows' losses have `grad`; after `total`."""
         ...
 
@@ -39,7 +40,7 @@ class DividedLoss(Loss):
 
     own: OwnColumns
 
-    def of(self, logits: torch.Tensor, rows: slice, reduction: str) -> torch.Tensor:
+    def of(self, logits: torch.Tensor, rows: Rows, reduction: str) -> torch.Tensor:
         """What has the gradient of some rows' losses. It has not their values."""
         losses: torch.Tensor = _OfColumns.apply(logits, self.own, rows)  # type: ignore[no-untyped-call]
         return losses if reduction == "none" else losses.sum()
@@ -59,7 +60,7 @@ class DividedLoss(Loss):
 
 class _OfColumns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, own: OwnColumns, rows: slice) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, own: OwnColumns, rows: Rows) -> torch.Tensor:
         ctx.save_for_backward(logits)
         ctx.own, ctx.rows = own, rows
         return logits.new_zeros(logits.shape[0], dtype=torch.float32)

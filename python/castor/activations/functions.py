@@ -180,7 +180,7 @@ class _Gather(torch.autograd.Function):
         """Gives the elements."""
         ctx.save_for_backward(index)
         ctx.logits = tensor.logits
-        return gathered(tensor.logits, index)
+        return gathered(tensor.logits, index, trains=ctx.needs_input_grad[0])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

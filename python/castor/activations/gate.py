@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from castor.activations.agreement import Agreement
-from castor.activations.caches import held_in, is_cache
+from castor.activations.caches import held_for, layer_of
 from castor.activations.recompute import Recomputation
 from castor.runtime.hooks import ModuleHook
 
@@ -54,8 +54,7 @@ class Gate:
         self._recomputation = recomputation
         self._is_wanted = is_wanted
         self._agreement = agreement
-        layers = (getattr(part, "layer_idx", None) for part in module.modules())
-        self._layer = next((index for index in layers if isinstance(index, int)), 0)
+        self._layer = layer_of(module)
         self._before: list[tuple[Any, Any]] = []
         self.acts = False
         """Whether the latest training forward was decided by castor."""
@@ -72,7 +71,7 @@ class Gate:
         self._before.append((own.get(_SWITCH, _NOTHING), own.get(_FUNCTION, _NOTHING)))
         if not (module.training and torch.is_grad_enabled()):
             return
-        acts = self._may_act(module, (*args, *kwargs.values()))
+        acts = self._may_act(module, args, kwargs)
         self.acts = all(self._agreement.of_all(f"the start of '{self._name}'", acts))
         if self.acts:
             own[_SWITCH], own[_FUNCTION] = True, self._recomputation
@@ -86,7 +85,7 @@ class Gate:
             else:
                 module.__dict__[name] = value
 
-    def _may_act(self, module: nn.Module, values: Iterable[Any]) -> bool:
+    def _may_act(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return not (
             is_compiling()
             or getattr(module, _SWITCH) is True
@@ -94,7 +93,7 @@ class Gate:
             or not self._is_wanted()
             or torch._C._is_tracing()
             or torch._C._are_functorch_transforms_active()
-            or any(is_cache(value) and held_in(value, self._layer) for value in values)
+            or held_for(self._layer, args, kwargs) != ""
             or any(_has_hooks(part) for part in module.modules() if part is not module)
         )
 

@@ -78,6 +78,8 @@ class Recomputation:
     @property
     def recomputes(self) -> bool:
         """Whether its forward runs again, and is not one that "auto" keeps or offloads."""
+        if self.refused:
+            return False
         return self._auto is None or self._auto.recomputes(self._block)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +89,7 @@ class Recomputation:
             UsageError: It writes buffers of the module.
         """
         module = self._owner()
-        if module is None or not torch.is_grad_enabled():
+        if module is None or self.refused or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         args = without_caches(args, self._use_cache)
         run = None
@@ -121,6 +123,8 @@ class Recomputation:
         written = buffers.written()
         if written and states:
             self.refused = True
+            if run:
+                run.failed = True  # it has run twice in a step that shows less of the others
             del forward, output  # with the copies that it was to be compared with
             buffers.restore()
             states.restore()

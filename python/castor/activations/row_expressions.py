@@ -313,24 +313,33 @@ def each_tile(lazy: LazyLogits) -> Callable[[slice], torch.Tensor]:
 
 
 @contextmanager
-def at_hand(source: Source) -> Iterator[None]:
-    """The head's weights are there for tiles that somebody reads outside the head's forward."""
+def at_hand(source: Source, *, trains: bool) -> Iterator[None]:
+    """The head's weights are there for tiles that are computed outside the head's forward.
+
+    Args:
+        source: The logits'.
+        trains: Whether what is computed has a gradient: then it is part of each step, and its
+            trace has it. Metrics read the weights as anything does outside their module.
+    """
     source.check()
     in_backward = torch._C._current_graph_task_id() != -1
-    reads = source.spent or in_backward  # as anything does outside its module
-    with nullcontext() if reads else source.head.running(source.module):
+    enters = trains and not (source.spent or in_backward)
+    with source.head.running(source.module) if enters else nullcontext():
         yield
 
 
-def each_row(lazy: LazyLogits, compute: Callable[[slice, torch.Tensor], None]) -> None:
+def each_row(
+    lazy: LazyLogits, compute: Callable[[slice, torch.Tensor], None], *, trains: bool
+) -> None:
     """Computes something of all rows of a lazy in tiles, now.
 
     Args:
         lazy: Of the rows.
         compute: Takes which rows these are and their values, (rows, vocabulary).
+        trains: See at_hand.
     """
     values, source = each_tile(lazy), lazy.source
-    with at_hand(source), torch.inference_mode(False), torch.no_grad():
+    with at_hand(source, trains=trains), torch.inference_mode(False), torch.no_grad():
         in_tiles(source, lazy.num_rows, lambda rows: compute(rows, values(rows)))
     source.head.engine.logits.note(
         rows=lazy.num_rows,
@@ -340,19 +349,23 @@ def each_row(lazy: LazyLogits, compute: Callable[[slice, torch.Tensor], None]) -
 
 
 def reduced(
-    lazy: LazyLogits, of_tile: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    lazy: LazyLogits,
+    of_tile: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+    *,
+    trains: bool,
 ) -> list[torch.Tensor]:
     """What is left of each row, in tiles.
 
     Args:
         lazy: Of the rows.
         of_tile: Gives tensors of (rows, anything) for (rows, vocabulary).
+        trains: See at_hand.
 
     Returns:
         These tensors, for all rows.
     """
     found: list[tuple[torch.Tensor, ...]] = []
-    each_row(lazy, lambda _, values: found.append(of_tile(values)))
+    each_row(lazy, lambda _, values: found.append(of_tile(values)), trains=trains)
     return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True)]
 
 

@@ -70,6 +70,8 @@ _REDUCTIONS = {
 }
 """They leave a few numbers of each row; where the dimension is, and whether it is kept."""
 
+_OF_NO_GRADIENT = (_aten.argmax.default, _aten.argmin.default)
+
 _MOVING = frozenset(
     {
         *(_aten.transpose.int, _aten.permute.default, _aten.unbind.int, _aten.split.Tensor),
@@ -130,7 +132,7 @@ def lazily(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Resul
     if func in (_aten.sum.default, _aten.mean.default):
         return _total(func, args[0], kwargs)
     if func in (_aten.any.default, _aten.all.default) and not kwargs:
-        found = reduced(args[0], lambda values: (func(values).reshape(1),))[0]
+        found = reduced(args[0], lambda values: (func(values).reshape(1),), trains=False)[0]
         return func(found)
     if func is _aten.nll_loss_forward.default:
         return _nll_loss_forward(args, kwargs)
@@ -312,9 +314,10 @@ def _reduced(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Res
         return tuple(found) if isinstance(found, list | tuple) else (found,)
 
     lead = lazy.like.shape[:-1]
+    trains = torch.is_grad_enabled() and func not in _OF_NO_GRADIENT
     found = [
         part.reshape(*lead, part.shape[-1]) if keeps else part.reshape(lead)
-        for part in reduced(lazy, of_tile)
+        for part in reduced(lazy, of_tile, trains=trains)
     ]
     return found[0] if len(found) == 1 else tuple(found)
 
@@ -327,7 +330,9 @@ def _total(func: Any, lazy: LazyLogits, kwargs: Mapping[str, Any]) -> torch.Tens
         precise = dtype
     else:
         precise = torch.promote_types(dtype, torch.float32)
-    parts = reduced(lazy, lambda values: (values.sum(dtype=precise).reshape(1),))[0]
+    trains = torch.is_grad_enabled() and lazy.like.is_floating_point()
+    of_tile = lambda values: (values.sum(dtype=precise).reshape(1),)  # noqa: E731
+    parts = reduced(lazy, of_tile, trains=trains)[0]
     total = parts.sum()
     if func is _aten.mean.default:
         total = total / lazy.like.numel()
@@ -350,7 +355,7 @@ def _nll_loss_forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Resul
         else:
             losses[rows] = found[0]
 
-    each_row(lazy, compute)
+    each_row(lazy, compute, trains=torch.is_grad_enabled())
     if of_all:
         return of_all[0]
     counted = target != ignored
@@ -377,19 +382,23 @@ def _nll_loss_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Resu
         grad, values, target = found
         grad = grad.reshape(-1) if grad.dim() else grad
         wide = values.expand(values.shape[0], shape[-1])
-        return _aten.nll_loss_backward.default(grad, wide, target.reshape(-1), *rest)
+        result: torch.Tensor = _aten.nll_loss_backward.default(
+            grad, wide, target.reshape(-1), *rest
+        )
+        return result
 
     by_row = [Operand(v.reshape(-1, 1) if v.dim() else v, one) for v in (grad, target)]
     like = torch.empty(shape, dtype=lazy.like.dtype, device="meta")
     return RowOperator(lazy.source, like, func, (by_row[0], lazy, by_row[1]), {})
 
 
-def gathered(lazy: LazyLogits, index: torch.Tensor) -> torch.Tensor:
+def gathered(lazy: LazyLogits, index: torch.Tensor, *, trains: bool) -> torch.Tensor:
     """Elements of each row: torch.gather along the last dimension.
 
     Args:
         lazy: Of the rows.
         index: Of the elements, (..., elements).
+        trains: Whether they have a gradient.
     """
     found = torch.empty(index.shape, dtype=lazy.like.dtype, device=lazy.source.hidden.device)
     columns, result = index.reshape(-1, index.shape[-1]), found.view(-1, index.shape[-1])
@@ -397,7 +406,7 @@ def gathered(lazy: LazyLogits, index: torch.Tensor) -> torch.Tensor:
     def compute(rows: slice, values: torch.Tensor) -> None:
         result[rows] = values.gather(1, columns[rows])
 
-    each_row(lazy, compute)
+    each_row(lazy, compute, trains=trains)
     return found
 
 

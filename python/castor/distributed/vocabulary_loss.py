@@ -187,7 +187,10 @@ class Columns:
         return ((self._log_sum - everyone[:, 2].sum(dim=0)) * self._counts).sum()
 
     def gradient(
-        self, logits: torch.Tensor, rows: slice = _ALL, grad: torch.Tensor | float = 1.0
+        self,
+        logits: torch.Tensor,
+        rows: slice | torch.Tensor = _ALL,
+        grad: torch.Tensor | float = 1.0,
     ) -> torch.Tensor:
         """Of logits, after `total`.
 

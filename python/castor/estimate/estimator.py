@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from castor.activations.choices import Choice, Decisions, search
 from castor.config import StateFormat
 from castor.config.names import SCALAR_TYPES
 from castor.estimate.activations import Logits, RecomputedBlocks
+from castor.estimate.adapters import add_adapters
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import Step, record_step
 from castor.estimate.model import (
@@ -30,9 +31,11 @@ from castor.estimate.model import (
 from castor.estimate.search import largest
 from castor.estimate.simulator import lay_out, options, places, seconds_of
 from castor.estimate.workload import Workload
-from castor.runtime.blocks import find_blocks
+from castor.runtime.blocks import find_blocks, has_switch
 from castor.runtime.spec import ModelSpec
 
+_NVME = 3e9
+"""Bytes per second of the disk that is proposed: one of consumers' machines."""
 _MAX_BATCH = 2**20
 """Where the search for the largest batch ends."""
 
@@ -77,13 +80,17 @@ class Estimate:
     """Of these, those whose activations wait in host memory instead."""
     rows_per_tile: int
     """Logits are computed so many rows at a time; 0: all at once."""
+    trained_parameters: int
+    """Those with gradients and optimizer states; of the parameters fewer with adapters."""
     remedies: tuple[str, ...]
     """What would make it fit; empty where it does."""
+    fits_with: tuple[str, ...]
+    """Options with which it fits, other formats, activations or NVMe; empty where it does."""
 
     def as_json(self) -> dict[str, Any]:
         """The figures that `castor estimate --json` prints."""
         figures = asdict(self)
-        for name in ("busy_s", "parameters", "flops", "remedies"):
+        for name in ("busy_s", "parameters", "trained_parameters", "flops", "remedies"):
             del figures[name]
         return figures
 
@@ -104,18 +111,22 @@ class Estimator:
         """
         self.workload = workload
         dtype: torch.dtype = getattr(torch, SCALAR_TYPES[workload.precision])
+        self._config = config
         self._model = build(config, dtype=dtype)
+        self.num_parameters = sum(param.numel() for param in self._model.parameters())
+        """Of the model, tied ones once, adapters included."""
+        if workload.lora_rank is not None:
+            add_adapters(self._model, workload.lora_rank, four_bit_base=workload.four_bit_base)
+            params = self._model.parameters()
+            self.num_parameters += sum(param.numel() for param in params if param.requires_grad)
         self._spec = ModelSpec.structure(self._model, gather_embeddings=workload.gather_embeddings)
         keep = workload.activations == "keep"
+        if workload.activations == "auto":  # keeps what is no block, as in training
+            keep = not any(map(has_switch, find_blocks(self._model).values()))
         self._blocks = None if keep else RecomputedBlocks(self._model)
         self._logits = Logits(self._model, self._spec)
         self._simulator = self._lay_out(workload.state_format)
         self._steps: dict[tuple[int, int], Step] = {}
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the model, tied ones once."""
-        return sum(param.numel() for param in self._spec.params)
 
     def step(self, batch: int, sequence: int | None = None) -> Step:
         """The step of a batch, recorded on the meta device.
@@ -163,6 +174,7 @@ class Estimator:
             max_sequence=max_sequence,
             busy_s=figures["busy_seconds"],
             parameters=self.num_parameters,
+            trained_parameters=sum(p.numel() for p in self._spec.params if p.requires_grad),
             flops=step.flops,
             nonmodel_bytes=figures["nonmodel_bytes"],
             blocks=self._blocks.num_blocks if self._blocks else 0,
@@ -174,6 +186,7 @@ class Estimator:
             else self._remedies(
                 machine, device_needed, host_needed, figures, self._smaller(max_batch, max_sequence)
             ),
+            fits_with=() if fits else self._options_that_fit(machine, device_needed),
         )
 
     def simulate(
@@ -338,8 +351,43 @@ class Estimator:
             )
         return tuple(found)
 
+    def _options_that_fit(self, machine: Machine, device_needed: int) -> tuple[str, ...]:
+        """Finds the formats, activations and NVMe with which the batch fits: the fewest changes."""
+        other = ""
+        offloads = self.workload.activations == "offload"
+        if device_needed > machine.device_bytes or offloads:
+            if self.workload.activations not in ("keep", "offload"):
+                return ()
+            least = Estimator(self._config, replace(self.workload, activations="auto"))
+            step = least.step(self.workload.batch)
+            found = least.simulate(step, machine, margin_ratio=0.0, least=True)
+            if found["smallest_budget_bytes"] > machine.device_bytes:
+                return ()
+            other = "--activations auto"
+        own = self.workload.state_format
+        disk = replace(machine, nvme=_NVME, nvme_bytes=None)
+        formats = _C.rule_formats(self.workload.optimizer) if self._has_formats() else [own]
+        ways = [(name, machine) for name in formats]
+        ways += [(name, disk) for name in formats if machine.nvme is None]
+        fitting = []
+        for state_format, on in ways:
+            homes = self._lay_out(state_format).places(places(on))
+            room = math.inf if on.nvme_bytes is None else on.nvme_bytes
+            if homes["host_bytes"] <= on.host_bytes and homes["nvme_bytes"] <= room:
+                words = [other] if other else []
+                words += [f"--format {state_format}"] if state_format != own else []
+                if on is disk:
+                    taken = size(homes["nvme_bytes"])
+                    words.append(f"--nvme {_NVME / 1e9:g}GB/s (of which it takes {taken})")
+                fitting.append(words)
+        fewest = min(map(len, fitting), default=0)
+        return tuple(" ".join(words) for words in fitting if len(words) == fewest)
+
+    def _has_formats(self) -> bool:
+        return self.workload.precision == "bf16"
+
     def _formats_that_fit(self, machine: Machine) -> list[str]:
-        if self.workload.precision != "bf16":
+        if not self._has_formats():
             return []
         homes = places(machine)
 

@@ -21,6 +21,8 @@ from castor.runtime.tensor_types import tensor_types
 _NUMBERS_OF_TOKENS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 SHORTEST_SEQUENCE = 2
 """Tokens of which one can be told from another."""
+_RELEASED_IN = ("fp8", "mxfp4")
+"""Formats in which models are published that were trained in 16 bits: DeepSeek-V3, gpt-oss."""
 _UNBOUNDED = 2**24
 """Tokens of a sample of a model whose config names no limit."""
 
@@ -78,12 +80,17 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not the config of a Hugging Face model: it has no 'model_type'"
         )
-    if document.get("quantization_config"):
-        raise ValueError(
-            f"{path} is the config of a quantised model ('quantization_config'), whose parameters "
-            "take other bytes than the precision says; take that out of a copy of the file to "
-            "estimate the model as it was before"
-        )
+    quantised = document.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        if method not in _RELEASED_IN:
+            raise ValueError(
+                f"{path} is the config of a quantised model ('quantization_config'), whose "
+                "parameters take other bytes than the precision says; take that out of a copy of "
+                "the file to estimate the model as it was before, with --qlora for 4 bits"
+            )
+        # What trains are its weights in the precision, as from_pretrained gives them.
+        document = {k: v for k, v in document.items() if k != "quantization_config"}
     return document
 
 
@@ -102,6 +109,11 @@ def _class_of(transformers: ModuleType, document: dict[str, Any], config: Any) -
             "no causal language model; add 'architectures'"
         )
     return mapping[type(config)]
+
+
+def without_values() -> TorchFunctionMode:
+    """Returns a context in which initialisers draw nothing."""
+    return _WithoutValues()
 
 
 class _WithoutValues(TorchFunctionMode):

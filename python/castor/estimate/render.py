@@ -38,6 +38,10 @@ def render(estimate: Estimate, workload: Workload, machine: Machine, console: Co
         f"{workload.sequence} tokens, {workload.precision}, {workload.optimizer}, state format "
         f"{workload.state_format}"
     )
+    if workload.lora_rank is not None:
+        base = ", 4 bits for the weights under them" if workload.four_bit_base else ""
+        trained = f"{estimate.trained_parameters / 1e6:.1f}M parameters"
+        console.print(f"adapters of rank {workload.lora_rank} train, {trained}{base}")
     console.print(f"on {escape(machine.name)}")
     table = Table(show_header=False, box=None)
     table.add_row("fits", "[green]yes[/green]" if estimate.fits else "[red]no[/red]")
@@ -65,6 +69,10 @@ def render(estimate: Estimate, workload: Workload, machine: Machine, console: Co
     console.print(table)
     for remedy in estimate.remedies:
         console.print(f"[yellow]to make it fit:[/yellow] {escape(remedy)}")
+    for options in estimate.fits_with:
+        console.print(f"[yellow]it fits with[/yellow] {escape(options)}")
+    if not estimate.fits and not estimate.fits_with:
+        console.print("It fits with none of the formats, activations and NVMe that there are.")
     if machine.device_bandwidth is None:
         console.print(
             "Operators are counted by their FLOPs alone: give the device's memory bandwidth "

@@ -35,12 +35,21 @@ class Workload:
     """Chunks that may be fetched ahead of their use, as in GeminiPlugin."""
     gather_embeddings: bool = False
     """Whether embeddings stay at home, as in GeminiPlugin."""
+    lora_rank: int | None = None
+    """Rank of LoRA adapters on all linear layers; the other parameters are frozen. None: none."""
+    four_bit_base: bool = False
+    """Whether the weights of the linear layers under the adapters have 4 bits (QLoRA)."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("sequence", SHORTEST_SEQUENCE), ("max_prefetch", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; give an int of at least {least}")
+        rank = self.lora_rank
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+            raise ValueError(f"lora_rank is {rank!r}; give an int of at least 1")
+        if self.four_bit_base and rank is None:
+            raise ValueError("weights of 4 bits are trained through adapters; give lora_rank too")
         for name, kind in (
             ("precision", Precision),
             ("state_format", StateFormat),

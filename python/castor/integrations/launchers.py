@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from castor.errors import UsageError
@@ -82,10 +83,11 @@ class PythonProcesses:
     def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event != "subprocess.Popen" or self.first:
             return
-        given = arguments[1]
-        words = [given] if isinstance(given, str | bytes | os.PathLike) else list(given)
-        texts = [os.fsdecode(word) for word in words]
-        name = os.path.basename(os.fsdecode(arguments[0] or texts[0]))
-        script = next((t for t in texts[1:] if t.endswith(".py") or t == "-m"), None)
-        if name.startswith("python") and script and "_inductor" not in " ".join(texts):
-            self.first = " ".join([name, *texts[1:4]])
+        with suppress(TypeError):  # of words that are no paths: subprocess says so
+            given = arguments[1]
+            words = [given] if isinstance(given, str | bytes | os.PathLike) else list(given)
+            texts = [os.fsdecode(word) for word in words]
+            name = os.path.basename(os.fsdecode(arguments[0] or "".join(texts[:1])))
+            script = any(text.endswith(".py") or text == "-m" for text in texts[1:])
+            if name.startswith("python") and script and "_inductor" not in " ".join(texts):
+                self.first = " ".join([name, *texts[1:4]])

@@ -43,7 +43,8 @@ def read_settings(
         number = settings.get(name)
         if isinstance(number, int | float) and number < _LEAST_BUDGET:
             raise UsageError(
-                f"{config}: {name} is {number!r}, which is bytes; write '{number}GiB' with its unit"
+                f"{config}: {name} is {number!r}, which has no unit; write '{number}GiB', or "
+                f"'{number}B' if bytes are meant"
             )
     asked = {name: value for name, value in options.items() if value is not None}
     named: dict[str, Any] = {}

@@ -32,8 +32,9 @@ def checked_plugin(arguments: Mapping[str, Any]) -> GeminiPlugin:
     Raises:
         As GeminiPlugin.
     """
-    checked: type[GeminiPlugin] = type(GeminiPlugin.__name__, (_Unplaced, GeminiPlugin), {})
-    return checked(**arguments)
+    checked: Any = type(GeminiPlugin.__name__, (_Unplaced, GeminiPlugin), {})
+    plugin: GeminiPlugin = checked(**arguments)
+    return plugin
 
 
 class _Unplaced:

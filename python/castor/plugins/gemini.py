@@ -49,7 +49,6 @@ from castor.plugins.zero_stage import group_of_reads
 from castor.runtime.boosted_model import check_fit_for_chunks
 from castor.runtime.engine import WORKING_DTYPES, Engine
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.launched import launched_size
 from castor.runtime.tensor_types import tensor_types
 
 
@@ -111,11 +110,12 @@ class GeminiPlugin:
             rows that it looks up there, a GPU over its link: no device memory and no copy for the
             other rows. Pays where a batch has far fewer tokens than the vocabulary. A weight tied
             to another module comes to the device for that one. Same bits. For "auto" and "cpu".
-        tile_logits: Whether cross-entropy over the output embedding's logits computes them in tiles
-            of rows, forward and backward, and never holds them all; other uses of the logits get
-            their values. True, False, or how many rows a tile has. "auto": where that leaves 16 MiB
-            and 1/16 of device_memory free. One tile is plain PyTorch's bits; with more, the loss
-            and the output embedding's gradient are sums in another order.
+        tile_logits: Whether cross-entropy over the output embedding's logits, and other losses of
+            their rows (log-probabilities, entropies), compute them in tiles of rows, forward and
+            backward, and never hold them all; other uses of the logits get their values. True,
+            False, or how many rows a tile has at most. "auto": where that leaves 1 MiB and 1/16 of
+            device_memory free. One tile is plain PyTorch's bits; with more, the loss and the output
+            embedding's gradient are sums in another order.
         activations: What becomes of what the model's blocks save for backward: "keep" (it stays,
             but for what the model's own gradient checkpointing says), "recompute" (backward
             computes it again), "offload" (it waits in host memory), "auto" (as many blocks keep
@@ -428,14 +428,10 @@ class GeminiPlugin:
 
 
 def _activations(asked: Activations | None, device_memory: int | str | None) -> Activations:
-    """Chooses what becomes of activations: one process keeps to a budget that it is given.
-
-    Ranks keep all of them where nobody has asked for anything else: decisions of "auto" cost an
-    exchange a block, and are made anew where one rank's forward has failed.
-    """
+    """Chooses what becomes of activations: a budget that somebody gives is kept to."""
     if asked is not None:
         return asked
-    return "keep" if device_memory is None or launched_size() > 1 else "auto"
+    return "keep" if device_memory is None else "auto"
 
 
 def _arm(driver: StepDriver, held: weakref.ref[Optimizer], *_: Any) -> None:

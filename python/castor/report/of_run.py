@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from castor.config.run_files import BOOSTED, RECORD, leave_mark, report_file, ru
 from castor.errors import Error
 from castor.report.html import write_page
 from castor.report.source import RECENT_STEPS, Source, duration, source_of_engine
-from castor.runtime.boosted_model import BoostedModel, all_boosted, listen
+from castor.runtime.boosted_model import BoostedModel, listen
 from castor.runtime.engine import Engine
 from castor.runtime.report import size
 
@@ -35,15 +36,17 @@ class _Follower:
         page = report_file()
         self._page = page if page and page.suffix in PAGES and self._rank == "0" else None
         self._most_steps = 0
+        self._boosted: weakref.WeakSet[BoostedModel] = weakref.WeakSet()
         self._models: list[dict[str, Any]] = []
         self._over = False
 
     def watch(self) -> None:
-        listen(self._boosted)
+        listen(self._see)
         atexit.register(self._finish)
 
-    def _boosted(self, boosted: BoostedModel) -> None:
+    def _see(self, boosted: BoostedModel) -> None:
         leave_mark(BOOSTED)
+        self._boosted.add(boosted)
         if isinstance(boosted, Engine):
             boosted.at_end = self._take
 
@@ -64,7 +67,7 @@ class _Follower:
     def _finish(self) -> None:
         if os.getpid() != self._process:
             return
-        for boosted in all_boosted():
+        for boosted in list(self._boosted):
             if isinstance(boosted, Engine):
                 self._take(boosted)
             else:  # torch's own classes train it

@@ -1,0 +1,90 @@
+"""Adapters on a model without values: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023)."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from castor.estimate.model import without_values
+
+_BYTES_OF_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight: half a byte, and for each 64 weights an 8-bit scale, which has a 32-bit scale
+for each 256 of its kind (Dettmers et al. 2023, section 3)."""
+
+
+def add_adapters(model: nn.Module, rank: int, *, four_bit_base: bool) -> None:
+    """Freezes a model and gives all its linear layers but the output embedding adapters to train.
+
+    Args:
+        model: On the meta device.
+        rank: Of the adapters.
+        four_bit_base: Whether the weights under the adapters have 4 bits.
+
+    Raises:
+        ModuleNotFoundError: There is no peft.
+        ValueError: peft finds no layer for adapters.
+    """
+    try:
+        peft: Any = importlib.import_module("peft")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "castor estimate --lora makes adapters with peft, which is not installed: pip install "
+            "peft",
+            name="peft",
+        ) from error
+    config = peft.LoraConfig(r=rank, target_modules="all-linear")
+    with torch.device("meta"), without_values(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's, of what it finds out about layers by itself
+        peft.inject_adapter_in_model(config, model)
+    if four_bit_base:
+        for module in list(model.modules()):
+            base = getattr(module, "base_layer", None)
+            if isinstance(base, nn.Linear):
+                _pack(base, base.weight.shape)
+            elif type(base).__name__ == "Conv1D":  # GPT-2's linear layer, whose weight is (in, out)
+                _pack(base, base.weight.T.shape)
+
+
+def _pack(layer: Any, shape: torch.Size) -> None:
+    """Keeps a layer's weight in 4 bits; each product makes the full one for itself.
+
+    Args:
+        layer: A linear layer.
+        shape: Of its weight, (out, in).
+    """
+    dtype = layer.weight.dtype
+    count = math.ceil(layer.weight.numel() * _BYTES_OF_4_BITS / dtype.itemsize)
+    packed = torch.empty(count, dtype=dtype, device="meta")
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    layer.forward = partial(_product, layer, shape)
+
+
+def _product(layer: Any, shape: torch.Size, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = _FourBitProduct.apply(x, layer.weight, shape)  # type: ignore[no-untyped-call]
+    return out if layer.bias is None else out + layer.bias
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """Multiplies with a weight that is there in full during the product alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape = shape
+        return functional.linear(x, _unpacked(packed, shape))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        return grad @ _unpacked(packed, ctx.shape), None, None
+
+
+def _unpacked(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return packed.new_empty(shape)
