@@ -358,6 +358,12 @@ void WeightParts::await_own(std::size_t chunk, std::uint64_t version) {
   }
 }
 
+/// The messages of ranks to each other at the end.
+struct WeightParts::Farewell {
+  static constexpr Request kDone{.kind = Request::Kind::kDone};
+  static constexpr Request kGoodbye{.kind = Request::Kind::kGoodbye};
+};
+
 void WeightParts::listen() noexcept {
   try {
     Request request;
@@ -366,7 +372,18 @@ void WeightParts::listen() noexcept {
       take(*from, request);
     }
   } catch (const std::exception&) {
-    // A rank is gone, and now none is heard any more, here or elsewhere: who waits for one is told.
+    // A rank is gone, and now none is heard any more: who waits for one here is told. The others
+    // may not know: a receive that gloo begins after the failure does not end with it.
+    for (std::size_t rank = 0; rank < messages_->size(); ++rank) {
+      const MutexLock lock(mutex_);
+      if (rank != messages_->rank() && !gone_[rank] && !goodbyes_[rank]) {
+        try {
+          goodbyes_[rank] =
+              messages_->send(rank, kRequests, std::as_bytes(std::span(&Farewell::kGoodbye, 1)));
+        } catch (const Error&) {  // NOLINT(bugprone-empty-catch): it is the one that is gone
+        }
+      }
+    }
     for (std::size_t rank = 0; rank < messages_->size(); ++rank) {
       if (rank != messages_->rank()) {
         take(rank, {.kind = Request::Kind::kGoodbye});
@@ -463,12 +480,6 @@ void WeightParts::answer() noexcept {
   }
   say_goodbye();
 }
-
-// What ranks tell each other at the end.
-struct WeightParts::Farewell {
-  static constexpr Request kDone{.kind = Request::Kind::kDone};
-  static constexpr Request kGoodbye{.kind = Request::Kind::kGoodbye};
-};
 
 void WeightParts::end_reads() {
   const MutexLock lock(mutex_);

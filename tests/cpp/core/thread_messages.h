@@ -21,7 +21,8 @@ namespace castor {
 /// its own (of_rank). A rank that is killed sends nothing more, and who waits for it is told.
 class ThreadMessages {
  public:
-  explicit ThreadMessages(std::size_t size) : killed_(size, false), stopped_(size, false) {}
+  explicit ThreadMessages(std::size_t size)
+      : killed_(size, false), stopped_(size, false), deaf_(size, false) {}
 
   [[nodiscard]] std::shared_ptr<RankMessages> of_rank(std::size_t rank) {
     return std::make_shared<Rank>(*this, rank);
@@ -29,6 +30,12 @@ class ThreadMessages {
   void kill(std::size_t rank) {
     const std::lock_guard lock(mutex_);
     killed_[rank] = true;
+    changed_.notify_all();
+  }
+  /// The rank's receive_any fails from now on.
+  void deafen(std::size_t rank) {
+    const std::lock_guard lock(mutex_);
+    deaf_[rank] = true;
     changed_.notify_all();
   }
 
@@ -116,8 +123,11 @@ class ThreadMessages {
       all_.changed_.wait(lock, [&] {
         letter = std::ranges::find_if(
             all_.letters_, [&](const Letter& one) { return one.to == rank_ && one.tag == tag; });
-        return all_.stopped_[rank_] || letter != all_.letters_.end();
+        return all_.stopped_[rank_] || all_.deaf_[rank_] || letter != all_.letters_.end();
       });
+      if (all_.deaf_[rank_]) {
+        throw Error("another rank has ended");
+      }
       if (all_.stopped_[rank_]) {
         return std::nullopt;
       }
@@ -142,6 +152,7 @@ class ThreadMessages {
   std::list<Letter> letters_;
   std::vector<bool> killed_;
   std::vector<bool> stopped_;
+  std::vector<bool> deaf_;
 };
 
 }  // namespace castor

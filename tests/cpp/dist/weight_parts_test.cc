@@ -172,6 +172,18 @@ TEST(WeightPartsTest, ARankThatIsKilledIsNamed) {
   EXPECT_NE(error.find("rank 1 keeps (zero_stage=3): it has ended"), std::string::npos) << error;
 }
 
+TEST(WeightPartsTest, ARankThatHearsNobodyAnyMoreSaysSoToThoseThatWaitForIt) {
+  ThreadMessages messages(3);
+  const Rank first(messages.of_rank(0));
+  const Rank second(messages.of_rank(1));
+  Rank third(messages.of_rank(2));
+  messages.deafen(0);  // as gloo does where it notices the death of another rank
+  const std::string error = error_of([&] { static_cast<void>(third.read(0)); });
+  EXPECT_NE(error.find("rank 0 keeps (zero_stage=3): it has let go of the model"),
+            std::string::npos)
+      << error;
+}
+
 TEST(WeightPartsTest, ARunThatCannotGoOnIsNotWaitedForByItsOwnReads) {
   ThreadMessages messages(1);
   Rank rank(messages.of_rank(0));
