@@ -306,6 +306,7 @@ def test_a_budget_smaller_than_the_logits_trains(loss_of: Loss, tile: Any) -> No
             r"\. aten\.sort\.default reads all values of logits \(2, 256, 8192\) at once",
         ),
     ],
+    ids=["loss", "module", "values"],
 )
 def test_an_error_names_what_asked_for_the_memory(
     memory: int, tile: Any, loss_of: Loss, said: str
