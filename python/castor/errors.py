@@ -15,6 +15,7 @@ from castor import _C
 _OF_THIS_POINT = "; the smallest budget that gets past this point is "
 _OF_OTHERS = ". Models of one plugin share this budget"
 """Where the core's advice begins (csrc/core/runtime_room.cc), and what may stand behind it."""
+_END_OF_FIGURES = " bytes). "
 _OUTSIDE = "outside any module"
 _IN_TILES = (
     ". Losses that take a few numbers of each row of logits run in tiles: tile_logits='auto' "
@@ -64,7 +65,11 @@ class OutOfMemoryError(Error, torch.OutOfMemoryError):
         if self.tier != "device":
             return self._message
         asker = self._asker or _asker(self.__traceback__)
-        return self._message + asker + (_IN_TILES if asker and _OUTSIDE in self._message else "")
+        figures, end, place = self._message.partition(_END_OF_FIGURES)
+        if not (asker and end):
+            return self._message
+        in_tiles = _IN_TILES if _OUTSIDE in place else ""
+        return f"{figures}{end}{asker}. {place}{in_tiles}"
 
     def asked_by(self, what: str) -> None:
         """Says what asked for the memory, where frames would show castor's own alone.
@@ -72,7 +77,7 @@ class OutOfMemoryError(Error, torch.OutOfMemoryError):
         Args:
             what: A noun phrase and what it did.
         """
-        self._asker = self._asker or f". {what}"
+        self._asker = self._asker or what
 
     def advise(self, advice: str) -> None:
         """Puts what is known of the whole step in place of the core's advice, which sees one point.
@@ -114,7 +119,7 @@ def _asker(trace: TracebackType | None) -> str:
         return ""
     code, instruction, line = frames[-1]
     call = _expression(code, instruction)
-    text = f". Asked for by {call or code.co_name} ({_place(code, line)})"
+    text = f"Asked for by {call or code.co_name} ({_place(code, line)})"
     own = [f for f in frames[:-1] if not f[0].co_filename.startswith(_PACKAGES)]
     if code.co_filename.startswith(_PACKAGES) and own:
         text += f", called in {own[-1][0].co_name} ({_place(own[-1][0], own[-1][2])})"

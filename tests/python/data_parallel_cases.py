@@ -10,7 +10,7 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.nn.functional import all_reduce
 from torch.nn import parallel
 from torch.optim import Optimizer
 
@@ -52,6 +53,24 @@ class Net(nn.Module):
                 hidden = hidden + getattr(self, name)(hidden)
         result: torch.Tensor = self.last(hidden)
         return result
+
+
+def synchronised(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """SyncBatchNorm's forward of matrices, which torch has for GPUs alone."""
+    if not self.training:
+        return nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
+    sums = torch.stack([x.sum(0), x.square().sum(0), torch.full_like(x[0], float(len(x)))])
+    total, squares, count = all_reduce(sums)
+    mean = total / count
+    variance = squares / count - mean.square()
+    with torch.no_grad():
+        self.num_batches_tracked += 1
+        self.running_mean.lerp_(mean, self.momentum)
+        self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+    result: torch.Tensor = (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+    return result
 
 
 def batch(step: int) -> torch.Tensor:
@@ -116,6 +135,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     compiled: bool = False
     scaled: bool = False
+    synchronised: bool = False
+    renews: bool = False
 
 
 CASES = {
@@ -133,7 +154,12 @@ CASES = {
     ),
     "compiled": Case(accumulated, compiled=True),
     "zero 2": Case(accumulated, settings={"zero_stage": 2}),
+    "later": Case(renews=True),
+    "later, own step": Case(
+        optimizer=lambda params: torch.optim.RMSprop(params, lr=1e-3), renews=True
+    ),
     "scaled": Case(accumulated, scaled=True),
+    "synchronised": Case(uneven, {"find_unused_parameters": True}, synchronised=True),
     "scaled, zero 2": Case(settings={"zero_stage": 2}, scaled=True),
 }
 
@@ -146,7 +172,10 @@ def scaled(scaler: Any, calls: Iterator[int], loss: torch.Tensor) -> torch.Tenso
 
 
 def trained(case: Case) -> dict[str, Any]:
-    ddp = parallel.DistributedDataParallel(Net(), **case.options)
+    net: nn.Module = Net()
+    if case.synchronised:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    ddp = parallel.DistributedDataParallel(net, **case.options)
     optimizer = case.optimizer(ddp.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=case.scaled)
     if case.scaled:
@@ -154,6 +183,8 @@ def trained(case: Case) -> dict[str, Any]:
     called = torch.compile(ddp, backend="eager") if case.compiled else ddp
     found: dict[str, Any] = {"losses": [], "begin": copy.deepcopy(ddp.state_dict())}
     for step in range(STEPS):
+        if case.renews and step == 2:
+            optimizer = case.optimizer(ddp.parameters())
         found["losses"] += case.passes(called, step)
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
@@ -206,6 +237,9 @@ def tell(scenario: Any, directory: Path, found: Any) -> None:
 def trains_as_torchs(directory: Path) -> None:
     """For each case: whether castor trained, and what differs from torch's class."""
     distributed.init_process_group("gloo")
+    nn.SyncBatchNorm.forward = synchronised  # type: ignore[method-assign]
+    torchs: Any = parallel.DistributedDataParallel
+    torchs._passing_sync_batchnorm_handle = lambda *_: None  # it refuses them on the CPU
     differ: dict[str, Any] = {}
     for name, case in CASES.items():
         plain = trained(case)
@@ -265,7 +299,6 @@ def refuses(directory: Path) -> None:
         ddp = DDP(Net())
         found["no optimizer"] = _said(lambda: ddp(batch(0)))
         found["hook"] = _said(lambda: ddp.register_comm_hook(None, lambda *_: None))
-        found["join"] = _said(lambda: ddp.join())
         found["Join"] = _said(lambda: Join([ddp]).__enter__())
         found["without"] = _said(lambda: train(Net()))
         whole = DDP(Net())
@@ -277,6 +310,59 @@ def refuses(directory: Path) -> None:
         )
         found["spawn"] = _said(lambda: torch.multiprocessing.spawn(print, nprocs=2))
     tell(refuses, directory, found)
+    distributed.destroy_process_group()
+
+
+def joined(options: dict[str, Any], make: Any, batches: Sequence[int]) -> dict[str, Any]:
+    """A loop over other numbers of batches on each rank; gradients of two make a step."""
+    ddp = parallel.DistributedDataParallel(Net(), broadcast_buffers=options.pop("share", True))
+    optimizer = make(ddp.parameters())
+    losses = []
+    said = "nothing"
+    try:
+        with ddp.join(**options):
+            for step in range(batches[distributed.get_rank()]):
+                with ddp.no_sync():
+                    once(ddp, step)
+                loss = ddp(batch(step + 10)).square().mean()
+                loss.backward()
+                losses.append(nn.utils.clip_grad_norm_(ddp.parameters(), 0.3).item())
+                optimizer.step()
+                optimizer.zero_grad()
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.9
+                losses.append(loss.item())
+    except RuntimeError as error:
+        said = str(error)
+    found = {"losses": losses, "said": said, "boosted": boosted(optimizer)}
+    ddp.eval()
+    with torch.no_grad():
+        found["seen"] = ddp.module(batch(50)).square().mean().item()
+    return found | {"state": {k: v.double().sum().item() for k, v in ddp.state_dict().items()}}
+
+
+JOINS: dict[str, tuple[dict[str, Any], Sequence[int], dict[str, Any]]] = {
+    "first ends": ({}, (2, 4), {}),
+    "second ends": ({"divide_by_initial_world_size": False}, (4, 2), {}),
+    "own buffers": ({"share": False}, (1, 3), {"zero_stage": 2}),
+    "even": ({}, (2, 2), {}),
+    "not enabled": ({"enable": False}, (2, 2), {}),
+    "throws": ({"throw_on_early_termination": True}, (1, 3), {}),
+}
+
+
+def joins(directory: Path) -> None:
+    """Loops over uneven data in torch's class, and in castor's."""
+    distributed.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for name, (options, batches, settings) in JOINS.items():
+        for kind, rate in ((torch.optim.AdamW, 1e-2), (torch.optim.SGD, 0.1)):
+            make = functools.partial(kind, lr=rate)
+            plain = joined({**options}, make, batches)
+            with watched(settings):
+                own = joined({**options}, make, batches)
+            found[f"{name}, {kind.__name__}"] = plain, own
+    tell(joins, directory, found)
     distributed.destroy_process_group()
 
 

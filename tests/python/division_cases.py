@@ -21,6 +21,7 @@ import castor
 from castor.activations import auto as auto_activations
 from castor.activations.choices import Choice, Decisions
 from castor.optim import Lion
+from castor.runtime.blocks import find_blocks
 from castor.runtime.engine import engine_of
 from grids import some
 from helpers import GIB, Boosted
@@ -85,7 +86,7 @@ class Way:
         made = optimizer(model.parameters())
         given = {
             "device": "cpu", "device_memory": GIB, "host_memory": GIB, "precision": "fp32",
-            "max_norm": MAX_NORM,
+            "max_norm": MAX_NORM, "activations": "keep",
         } | settings  # fmt: skip
         sizes = {} if whole else self.sizes
         booster = castor.Booster(plugin=castor.HybridParallelPlugin(**sizes, **given))
@@ -267,7 +268,28 @@ def auto(directory: Path) -> None:
             if "device_memory" in given:
                 assert boosted.report().peak_device_bytes <= given["device_memory"], (name, setting)
             found[f"{name}, {setting}"] = of_all(figures(boosted))
+        for setting in ("ample", "least"):  # where nobody asks for anything else
+            boosted = way.boost(adam, activations=None, **budgets[setting])
+            if not way.micro:
+                _fail_in_a_block(boosted, way)
+            assert way.train(boosted) == losses, (name, setting)
+            found[f"{name}, {setting} by default"] = of_all(figures(boosted))
     write(directory, "auto", found)
+
+
+def _fail_in_a_block(boosted: Boosted, way: Way) -> None:
+    """A forward raises on every rank, in the midst of the profile of the first step."""
+    *_, last = find_blocks(boosted.model).values()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("the last block")
+
+    parts = [module for module in last.modules() if module is not last]
+    handle = parts[0].register_forward_hook(fail)
+    for _ in range(3):
+        heard = said(lambda: boosted.model(**way.batches(0)[0]))
+        assert heard.startswith("KeyError"), heard
+    handle.remove()
 
 
 def _without_offload() -> None:

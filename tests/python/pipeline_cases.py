@@ -121,7 +121,8 @@ def boost(
     made = optimizer(model.parameters()) if optimizer else torch.optim.AdamW(model.parameters(), LR)
     settings = {
         "device": "cpu", "device_memory": GIB, "host_memory": GIB, "precision": "fp32",
-        "max_norm": MAX_NORM, "pp_size": 2, "num_microbatches": MICROBATCHES,
+        "max_norm": MAX_NORM, "activations": "keep", "pp_size": 2,
+        "num_microbatches": MICROBATCHES,
     } | settings  # fmt: skip
     booster = castor.Booster(plugin=castor.HybridParallelPlugin(**settings))
     booster.boost(model, made)

@@ -141,7 +141,7 @@ def boost(
         optimizer = optimizer(model.parameters())
     settings = {
         "device": "cpu", "device_memory": GIB, "host_memory": GIB, "precision": "fp32",
-        "max_norm": MAX_NORM,
+        "max_norm": MAX_NORM, "activations": "keep",
     } | settings  # fmt: skip
     booster = castor.Booster(plugin=castor.HybridParallelPlugin(tp_size=size, **settings))
     booster.boost(model, optimizer)

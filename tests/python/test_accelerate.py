@@ -161,6 +161,45 @@ def test_steps_that_overflow_in_fp16_are_left_out() -> None:
         assert norm == pytest.approx(its_norm, rel=2e-2)
 
 
+def test_one_optimizer_of_two_models_and_then_another_one(tmp_path: Path) -> None:
+    def run_with(kind: type[Accelerator]) -> tuple[Any, list[Any], list[float]]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        torch.manual_seed(0)
+        accelerator = kind(cpu=True)
+        first, second = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        held = [*first.parameters(), *second.parameters()]
+        losses, made = [], []
+        for rate in (1e-2, 1e-3):
+            optimizer = torch.optim.AdamW(held, lr=rate)
+            if not made:
+                first, second, optimizer = accelerator.prepare(first, second, optimizer)
+            else:
+                optimizer = accelerator.prepare(optimizer)
+            made.append(optimizer)
+            for step in range(3):
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+                loss = second(first(x)).square().mean()
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(held, 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        return accelerator, made, losses
+
+    *_, expected = run_with(Accelerator)
+    accelerator, made, found = run_with(on_castor())
+    assert found == pytest.approx(expected, rel=1e-5)
+    accelerator._optimizers = made[1:]
+    accelerator.save_state(str(tmp_path / "state"))
+    entries = made[1].state.values()
+    kept = [entry["exp_avg"].clone() for entry in entries]
+    for entry in entries:
+        entry["exp_avg"].zero_()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert all(map(torch.equal, (entry["exp_avg"] for entry in made[1].state.values()), kept))
+
+
 def test_several_optimizers_share_a_model(tmp_path: Path) -> None:
     def run_with(kind: type[Accelerator]) -> tuple[Any, Any, list[Any], list[float]]:
         AcceleratorState._reset_state(reset_partial_state=True)

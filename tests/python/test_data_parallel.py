@@ -30,6 +30,19 @@ def test_loops_train_as_in_torchs_class(tmp_path: Path) -> None:
         assert differ == {name: [] for name in cases.CASES}
 
 
+def test_ranks_whose_data_has_ended_go_along(tmp_path: Path) -> None:
+    for found in found_by_each(cases.joins, 2, tmp_path):
+        assert len(found) == 2 * len(cases.JOINS)
+        for name, (plain, own) in found.items():
+            assert (plain.pop("boosted"), own.pop("boosted")) == (False, True)
+            assert own["said"] == plain["said"]
+            assert ("xhausted" in own.pop("said")) == name.startswith("throws")
+            plain.pop("said")
+            if not name.startswith("throws"):  # what a rank does until it is told differs
+                for part in ("losses", "seen", "state"):
+                    assert own[part] == pytest.approx(plain[part], rel=1e-4, abs=1e-5), name
+
+
 def run(directory: Path, *launcher: str, tries: int = 1) -> tuple[str, list[Any]]:
     directory.mkdir()
     for _ in range(tries):
@@ -81,7 +94,6 @@ REFUSED = {
     "ignored": "NotImplementedError: .* told to ignore parameter 'last.bias'",
     "no optimizer": "UsageError: .* around a Net with gradients, and no optimizer",
     "hook": "NotImplementedError: .* calls DistributedDataParallel.register_comm_hook",
-    "join": "NotImplementedError: .* calls DistributedDataParallel.join,",
     "Join": "NotImplementedError: .* calls DistributedDataParallel.join_",
     "without": "NotImplementedError: .* a Net on 2 ranks without DistributedDataParallel",
     "part": "UsageError: the loop calls a Linear which has 1 of the 9 parameters of its SGD",

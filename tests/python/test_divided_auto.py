@@ -10,7 +10,9 @@ from division_cases import AUTO
 from rank_processes import found, found_by_each, of_sizes
 from tensor_cases import LOSS
 
-SETTINGS = ("ample", "tight", "least", "nvme", "lazy")
+SETTINGS = (
+    "ample", "tight", "least", "nvme", "lazy", "ample by default", "least by default",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def test_ranks_that_share_blocks_decide_alike(name: str, setting: str, divided: 
         assert figures == everyone[rank - rank % way.sharing]
         blocks, recomputed, offloaded = figures
         assert recomputed + offloaded <= blocks
-        if setting in ("ample", "lazy"):
+        if setting in ("ample", "lazy", "ample by default"):
             assert recomputed == offloaded == 0
 
 

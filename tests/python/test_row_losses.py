@@ -279,3 +279,39 @@ def test_a_budget_smaller_than_the_logits_trains(loss_of: Loss, tile: Any) -> No
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     for mine, theirs in zip(weights[1], weights[0], strict=True):
         assert torch.allclose(mine, theirs, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("memory", "tile", "loss_of", "said"),
+    [
+        (
+            30 * MIB,
+            False,
+            in_one_loss,
+            r"bytes\)\. Asked for by torch\._C\._nn\.cross_entropy_loss \(functional\.py, line "
+            r"\d+\), called in in_one_loss \(test_row_losses\.py, line \d+\)\. outside any module: "
+            r".*\. Losses that take a few numbers of each row of logits run in tiles",
+        ),
+        (
+            3 * MIB,
+            False,
+            in_one_loss,
+            r"Asked for by F\.linear \(linear\.py, line \d+\), called in forward "
+            r"\(modeling_llama\.py, line \d+\)\. in the forward of module 'lm_head': ",
+        ),
+        (
+            3 * MIB,
+            "auto",
+            lambda model, batch: logits_of(model, batch).sort(-1).values[..., 0].mean(),
+            r"\. aten\.sort\.default reads all values of logits \(2, 256, 8192\) at once",
+        ),
+    ],
+    ids=["loss", "module", "values"],
+)
+def test_an_error_names_what_asked_for_the_memory(
+    memory: int, tile: Any, loss_of: Loss, said: str
+) -> None:
+    ids = torch.zeros((2, 256), dtype=torch.int64)
+    boosted = boost(wide(), memory, tile_logits=tile, activations="keep")
+    with pytest.raises(castor.OutOfMemoryError, match=said):
+        loss_of(boosted.model, {"input_ids": ids, "labels": ids})

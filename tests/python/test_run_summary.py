@@ -164,7 +164,8 @@ def free_port() -> int:
     return port
 
 
-def test_a_port_of_another_program_is_named(taken: int) -> None:
+def test_a_port_of_another_program_is_named(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 1)
     place = f"localhost:{taken}"
     with (
         pytest.raises(UsageError, match=f"port {taken} of this machine is in use by another"),

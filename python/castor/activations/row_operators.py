@@ -340,9 +340,9 @@ def _total(func: Any, lazy: LazyLogits, kwargs: Mapping[str, Any]) -> torch.Tens
 
 
 def _nll_loss_forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Result:
-    lazy, target, weight, reduction, ignored = args
-    if lazy.like.dim() != 2 or kwargs:
+    if kwargs or len(args) != 5 or args[0].like.dim() != 2:
         return None
+    lazy, target, weight, reduction, ignored = args
     losses = torch.empty(lazy.num_rows, dtype=lazy.like.dtype, device=lazy.source.hidden.device)
     of_all: list[Any] = []
 

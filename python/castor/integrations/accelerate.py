@@ -30,7 +30,10 @@ from castor.integrations.common import (
     unwrapped,
 )
 from castor.integrations.data_parallel import DistributedDataParallel, wrapper_of
+from castor.integrations.several_modules import CalledByParts, boosted_around, whole_of
 from castor.plugins import GeminiPlugin
+from castor.runtime.boosted_model import model_with
+from castor.runtime.launched import launched_size
 
 AnyAccelerator = TypeVar("AnyAccelerator", bound=Accelerator)
 
@@ -264,24 +267,31 @@ class _OnCastor(OnCastor):
     def _boost(self, optimizers: list[Optimizer], models: list[nn.Module]) -> None:
         """Boosts the models of those that are not boosted yet, each with all that it has here."""
         new = [own for own in map(unwrapped, optimizers) if not boosted(own)]
-        of: dict[nn.Module, list[Optimizer]] = {}
-        for own in new:
-            model = _model_of(own, models)
+        while new:
+            model = _model_of(new[0], models)
             if model is None:
                 raise UsageError(
-                    f"the {type(own).__name__} holds no parameter of a model that "
+                    f"the {type(new[0]).__name__} holds no parameter of a model that "
                     "accelerator.prepare has been given: prepare the model with it, or before"
                 )
-            of.setdefault(model, []).append(own)
-        for model, its_optimizers in of.items():
-            self._boost_with(model, *its_optimizers)
+            its_optimizers = [own for own in new if _model_of(own, models) is model]
+            root = boosted_around(model)
+            if root is None:
+                root, its_optimizers = whole_of(model, its_optimizers, new)
+            if isinstance(root, CalledByParts) and launched_size() > 1:
+                raise UsageError(
+                    f"accelerator.prepare was given a {type(its_optimizers[0]).__name__} over "
+                    "several models, which several ranks do not bring together: make one module "
+                    "of them"
+                )
+            self._boost_with(root, *its_optimizers)
+            new = [own for own in new if own not in its_optimizers]
 
     def _trained(self) -> Iterator[tuple[nn.Module, Optimizer]]:
         """Boosted models with their optimizers."""
         for own in map(unwrapped, self._optimizers):
-            model = _model_of(own, self._models) if boosted(own) else None
-            if model is not None:
-                yield model, own
+            if boosted(own):
+                yield model_with(own._castor.engine), own  # type: ignore[attr-defined]
 
     def _checkpoints(self, location: Any) -> Iterator[tuple[Path, nn.Module, Optimizer]]:
         for i, (model, optimizer) in enumerate(self._trained()):

@@ -13,8 +13,11 @@ from torch.optim import Optimizer
 from castor.booster import Booster
 from castor.config import LossScalerConfig
 from castor.errors import OutOfMemoryError, UsageError
+from castor.integrations.later_optimizers import join_or_replace
+from castor.integrations.several_modules import CalledByParts, boosted_around
 from castor.optim.step_driver import StepDriver
 from castor.plugins import GeminiPlugin
+from castor.runtime.boosted_model import compiled_from
 
 Class = TypeVar("Class", bound=type)
 
@@ -45,17 +48,23 @@ def boost(booster: Booster, model: nn.Module, optimizers: Sequence[Optimizer]) -
 
     Args:
         booster: Its own.
-        model: As Booster.boost's.
+        model: As Booster.boost's; one that is boosted gets the optimizers besides, or instead.
         optimizers: As Booster.boost's.
 
     Raises:
-        As Booster.boost.
+        As Booster.boost and join_or_replace.
     """
     try:
-        booster.boost(model, optimizers)
+        known = boosted_around(model) if optimizers else None
+        if known is not None and compiled_from(known) is compiled_from(model):
+            join_or_replace(booster, known, optimizers)
+        else:
+            booster.boost(model, optimizers)
     except OutOfMemoryError as error:
         error.blame_no_batch()
         raise
+    if isinstance(model, CalledByParts):
+        model.follow_calls()
     OnCastor.castor_has_trained |= bool(optimizers)
 
 

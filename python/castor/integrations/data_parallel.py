@@ -15,6 +15,7 @@ from torch.nn import parallel
 
 from castor import _C
 from castor.errors import UsageError
+from castor.integrations.uneven_data import UnevenData, multiply_gradients
 from castor.runtime.boosted_model import boosted_models_holding, compiled_from
 from castor.runtime.engine import Engine, engine_of
 from castor.runtime.process_groups import end_groups, groups_made, own_groups
@@ -43,7 +44,6 @@ _WITHOUT = (
     "_register_builtin_comm_hook",
     "_register_buffer_comm_hook",
     "_register_fused_optim",
-    "join",
     "join_hook",
     "scatter",
     "gather",
@@ -94,6 +94,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.require_forward_param_sync = True
         self._synchronised = True
         """Whether the last pass was, so that its gradients are all ranks'."""
+        self.uneven: UnevenData | None = None
+        """What a loop within `join` is in."""
         _wrappers[compiled_from(module)] = weakref.ref(self)
         if asked["init_sync"] and not boosted_models_holding(module):
             self._begin_as_first()
@@ -121,21 +123,31 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         Raises:
             UsageError: There are several ranks, and no optimizer has been made for the module.
         """
-        self._before_forward()
+        factor = self._before_forward()
         output = self.module(*inputs, **keywords)
         self._after_forward()
-        return output
+        return multiply_gradients(output, factor)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _before_forward(self) -> None:
+    def _before_forward(self) -> float:
+        """Returns what the gradients of the pass are to be multiplied with."""
         trains, shares = self._trains_with_others(), self.will_sync_module_buffers()
+        factor, source = 1.0, 0
         if trains:
             _engine(self.module).buffers.leave()  # or it raises
         # Rank 0 may be reading optimizer states to save them, and waits for the others.
-        if (trains and self._synchronised) or (shares and boosted_models_holding(self.module)):
+        answers = bool(
+            (trains and self._synchronised) or (shares and boosted_models_holding(self.module))
+        )
+        if trains and self.uneven:
+            source, factor = self.uneven.forward_begins(
+                synchronised=self.require_backward_grad_sync, shares=shares, answers=answers
+            )
+        if answers:
             _engine(self.module).answer_first()
         if shares:
-            self._share_buffers()
+            self.share_buffers(source)
+        return factor
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self) -> None:
@@ -150,7 +162,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if self._trains_with_others():
             engine = _engine(self.module)
             engine.session.synchronise(self.require_backward_grad_sync)
-            engine.check_step = functools.partial(_check_step, weakref.ref(self))
+            engine.check_step = functools.partial(
+                _check_step, weakref.ref(self), weakref.ref(engine)
+            )
             self._synchronised = self.require_backward_grad_sync
 
     def _trains_with_others(self) -> bool:
@@ -158,11 +172,26 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward gives all ranks rank 0's buffers."""
+        return self.require_forward_param_sync and self.shares_buffers()
+
+    def shares_buffers(self) -> bool:
+        """Whether there are buffers that ranks share."""
         return bool(
-            self.require_forward_param_sync
-            and self.broadcast_buffers
-            and distributed.get_world_size() > 1
-            and self._shared_buffers()
+            self.broadcast_buffers and distributed.get_world_size() > 1 and self._shared_buffers()
+        )
+
+    def join(  # type: ignore[override]
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> UnevenData:
+        """As torch's: around a loop over data of which ranks have different numbers of batches."""
+        return UnevenData(
+            self,
+            enable=enable,
+            throw=throw_on_early_termination,
+            divide_by_initial=divide_by_initial_world_size,
         )
 
     @contextmanager
@@ -213,9 +242,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 peers.share(tensor)
         end_groups(groups)
 
-    def _share_buffers(self) -> None:
+    def share_buffers(self, source: int) -> None:
+        """One rank's buffers become every rank's. Collective."""
         buffers = [*self._shared_buffers().values()]
-        share_together(buffers, functools.partial(distributed.broadcast, src=0), buffers[0].device)
+        if buffers:
+            send = functools.partial(distributed.broadcast, src=source)
+            share_together(buffers, send, buffers[0].device)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()
@@ -247,9 +279,9 @@ def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
     return None if known is None else known()
 
 
-def _check_step(ref: weakref.ref[DistributedDataParallel]) -> None:
+def _check_step(ref: weakref.ref[DistributedDataParallel], held: weakref.ref[Engine]) -> None:
     """Raises NotImplementedError where torch's class would leave each rank to itself."""
-    wrapper = ref()
+    wrapper, engine = ref(), held()
     if wrapper and not (wrapper.require_backward_grad_sync or wrapper._synchronised):
         raise NotImplementedError(
             "an optimizer steps under DistributedDataParallel.no_sync, where each rank would step "
@@ -258,6 +290,8 @@ def _check_step(ref: weakref.ref[DistributedDataParallel]) -> None:
             "states they share: step outside of it, and leave LocalSGD out, or give it "
             "enabled=False"
         )
+    if wrapper and engine and wrapper.uneven:
+        wrapper.uneven.step_begins(engine)
 
 
 def check_device(wrapper: DistributedDataParallel, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from castor.booster import Booster
 from castor.errors import UsageError
+from castor.optim.replaced import has_place_for, take_over
 from castor.runtime.engine import engine_of
 
 
@@ -28,7 +29,8 @@ def join_or_replace(booster: Booster, model: nn.Module, made: Sequence[Optimizer
 
     Raises:
         UsageError: They hold other parameters as well.
-        NotImplementedError: The model is on a GPU, or several ranks share it.
+        NotImplementedError: The model is on a GPU, or several ranks share it, and the chunks have
+            no place for the states of one.
     """
     engine, names = engine_of(model), ", ".join(type(one).__name__ for one in made)
     held = {param for one in made for param in _params(one)}
@@ -39,15 +41,11 @@ def join_or_replace(booster: Booster, model: nn.Module, made: Sequence[Optimizer
             f"are not of the {type(model).__name__} of which the others train already: make it "
             "before that is called first, or give each model an optimizer of its own"
         )
-    if engine.ranks or engine.parts or engine.device.type != "cpu":
-        where = "on a GPU" if engine.device.type != "cpu" else "on several ranks"
-        raise NotImplementedError(
-            f"the loop has made a {names} for a {type(model).__name__} that trains already {where},"
-            " where castor run does not lay chunks out anew: make all optimizers before the model "
-            "is called first, or change the options in optimizer.param_groups of those there are"
-        )
     before = sorted(engine.optimizers, key=lambda one: one._castor.position or 0)  # type: ignore[attr-defined]
     stay = [one for one in before if held.isdisjoint(_params(one))]
+    if engine.ranks or engine.parts or engine.device.type != "cpu":
+        _take_over(booster, model, [one for one in before if one not in stay], made)
+        return
     grads = {param: param.grad for param in engine.params if param.grad is not None}
     copies = {param: grad.detach().clone() for param, grad in grads.items()}
     for param in copies:
@@ -58,6 +56,28 @@ def join_or_replace(booster: Booster, model: nn.Module, made: Sequence[Optimizer
     for one in before:
         if one not in stay:
             one.register_step_pre_hook(functools.partial(_refuse_step, names))
+
+
+def _take_over(
+    booster: Booster, model: nn.Module, before: list[Optimizer], made: Sequence[Optimizer]
+) -> None:
+    """Boosts optimizers where chunks are not laid out anew."""
+    engine, names = engine_of(model), ", ".join(type(one).__name__ for one in made)
+    if not all(has_place_for(engine, one) for one in made):
+        raise NotImplementedError(
+            f"the loop has made a {names} for a {type(model).__name__} that trains already, on a "
+            "GPU or on several ranks, where castor run does not lay chunks out anew: there a later "
+            "optimizer is of the kind of the one before, and of parameters that trained; make any "
+            "other before the model is called first"
+        )
+    plugin: Any = booster.plugin
+    for one in made:
+        own = set(_params(one))
+        room = [other for other in before if not own.isdisjoint(_params(other))]
+        take_over(engine, plugin.config, room, one)
+        for other in room:
+            before.remove(other)
+            other.register_step_pre_hook(functools.partial(_refuse_step, names))
 
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from castor.booster import Booster
 from castor.errors import UsageError
 from castor.integrations.common import boost, boosted, check_plugin, plugin_of, unwrapped
-from castor.integrations.data_parallel import DistributedDataParallel
+from castor.integrations.data_parallel import DistributedDataParallel, wrapper_of
+from castor.integrations.several_modules import boosted_around
 from castor.plugins import GeminiPlugin
 from castor.runtime.launched import launched_size, ranks_of_node
 
@@ -108,8 +109,10 @@ class CastorStrategy(Strategy):  # type: ignore[misc]
         Strategy.setup(self, trainer)
         own = [unwrapped(optimizer) for optimizer in self.optimizers]
         if self._root is None or self._root.module is not self.lightning_module:
-            self._root, self._wrapper = _Root(self.lightning_module), None
-            if not own:
+            known = boosted_around(self.lightning_module)  # by another Trainer's strategy
+            self._root = known if isinstance(known, _Root) else _Root(self.lightning_module)
+            self._wrapper = wrapper_of(self._root)
+            if not own and known is not self._root:
                 boost(self.castor, self._root, [])
         if own and not boosted(own[0]):
             self._boost(self._root, own)
@@ -242,12 +245,9 @@ class _RanksStrategy(CastorStrategy, DDPStrategy):  # type: ignore[misc]
         self._begin(plugin)
 
     def _boost(self, root: _Root, optimizers: list[Optimizer]) -> None:
-        if self._layer_sync is not None:
-            raise NotImplementedError(
-                "the Trainer has sync_batchnorm=True, which castor does not do on several ranks "
-                "yet: convert the module with torch.nn.SyncBatchNorm.convert_sync_batchnorm"
-            )
-        self._wrapper = DistributedDataParallel(root, **self._ddp_kwargs)
+        if self._layer_sync is not None:  # sync_batchnorm=True; it keeps the parameters
+            self._layer_sync.apply(root)
+        self._wrapper = self._wrapper or DistributedDataParallel(root, **self._ddp_kwargs)
         with self._wrapper.keeping_its_buffers():
             super()._boost(root, optimizers)
 

@@ -21,11 +21,9 @@ from castor.integrations.data_parallel import (
     check_device,
     wrapper_of,
 )
-from castor.integrations.later_optimizers import join_or_replace
-from castor.integrations.several_modules import CalledByParts, modules_with
+from castor.integrations.several_modules import boosted_around, whole_of
 from castor.plugins import GeminiPlugin
-from castor.runtime.boosted_model import model_with
-from castor.runtime.engine import Engine, engine_of, engines_holding
+from castor.runtime.engine import Engine, engine_of
 from castor.runtime.launched import launched_size
 
 _TORCHS = parallel.DistributedDataParallel
@@ -136,15 +134,11 @@ class Loops:
         if mine and wrapper:
             check_device(wrapper, torch.device(self._plugin.config.device))
         if mine:
-            model = _boosted_already(module)
-            if model is not None:
-                join_or_replace(self._booster, model, mine)
-            else:
-                model, mine = _whole_of(module, mine, waiting)
-                with wrapper.keeping_its_buffers() if wrapper else nullcontext():
-                    boost(self._booster, model, mine)
-            if isinstance(model, CalledByParts):
-                model.follow_calls()
+            model = boosted_around(module)
+            if model is None:
+                model, mine = whole_of(module, mine, waiting)
+            with wrapper.keeping_its_buffers() if wrapper else nullcontext():
+                boost(self._booster, model, mine)
             if launched_size() > 1:
                 self._shared.append(weakref.ref(engine_of(model)))
             for part in model.modules():
@@ -182,35 +176,6 @@ class Loops:
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _boosted_already(module: nn.Module) -> nn.Module | None:
-    """The model that has a module's parameters, where it has been boosted before."""
-    engines = engines_holding(module)
-    return model_with(engines[0]) if engines else None
-
-
-def _whole_of(
-    module: nn.Module, mine: list[Optimizer], waiting: list[Optimizer]
-) -> tuple[nn.Module, list[Optimizer]]:
-    """What is boosted when a module is called, with all optimizers that train some of it."""
-    modules: list[nn.Module] = [module]
-    trained = {param for one in waiting for param in _params(one)}
-    alone: list[torch.Tensor] = []
-    while True:
-        has = {param for one in modules for param in one.parameters()}.union(alone)
-        mine = [one for one in waiting if has.intersection(_params(one))]
-        missing = {param for one in mine for param in _params(one)} - has
-        if not missing:
-            break
-        found = modules_with(missing, trained)
-        owned = {param for one in found for param in one.parameters()}
-        alone += dict.fromkeys(p for one in mine for p in _params(one) if p in missing - owned)
-        within = {part for one in found for part in one.modules()}
-        modules = [one for one in modules if one not in within] + found
-    if modules == [module] and not alone:
-        return module, mine
-    return CalledByParts(modules, alone), mine
 
 
 def _answers_first(engine: Engine | None) -> bool:

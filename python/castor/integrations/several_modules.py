@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from castor.runtime.engine import engine_of
+from castor.runtime.boosted_model import model_with
+from castor.runtime.engine import engine_of, engines_holding
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.input_cast import InputCast
 from castor.runtime.own_forward import WrappedForward
@@ -82,6 +84,51 @@ class _PartForward(WrappedForward):
 
 def _keep_alive(_model: CalledByParts, *_: Any) -> None:
     """A hook that holds the model, which nobody else does."""
+
+
+def boosted_around(module: nn.Module) -> nn.Module | None:
+    """The model that a module's parameters are of, where one has been boosted; None: none has."""
+    engines = engines_holding(module)
+    return model_with(engines[0]) if engines else None
+
+
+def whole_of(
+    module: nn.Module, mine: Sequence[Optimizer], made: Sequence[Optimizer]
+) -> tuple[nn.Module, list[Optimizer]]:
+    """Finds what is to be one model, with all optimizers that train some of it.
+
+    Args:
+        module: A part of it, or all.
+        mine: Optimizers over its parameters.
+        made: All that have no model yet.
+
+    Returns:
+        The module, or what holds it and all else that the optimizers step; and these.
+    """
+    trained = {param for one in made for param in _params(one)}
+    modules, optimizers = [module], [*mine]
+    alone: dict[torch.Tensor, None] = {}
+    while True:
+        has = {param for one in modules for param in one.parameters()}.union(alone)
+        missing = {param for one in optimizers for param in _params(one)} - has
+        if not missing:
+            break
+        found = modules_with(missing, trained)
+        owned = {param for one in found for param in one.parameters()}
+        alone |= dict.fromkeys(
+            p for one in optimizers for p in _params(one) if p in missing and p not in owned
+        )
+        within = {part for one in found for part in one.modules()}
+        modules = [one for one in modules if one not in within] + found
+        has = owned.union(has, alone)
+        optimizers = [one for one in made if has.intersection(_params(one))]
+    if modules == [module] and not alone:
+        return module, optimizers
+    return CalledByParts(modules, alone), optimizers
+
+
+def _params(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def modules_with(params: Set[torch.Tensor], trained: Set[torch.Tensor]) -> list[nn.Module]:
