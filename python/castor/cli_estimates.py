@@ -151,7 +151,7 @@ def _estimate(
     state_format: str | None,
     optimizer: str,
     precision: str,
-    activations: str,
+    activations: str | None,
     overlap: str,
     max_prefetch: int,
     gather_embeddings: bool,

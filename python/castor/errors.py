@@ -39,7 +39,7 @@ class NonFiniteGradientError(Error, ArithmeticError):
     """A gradient holds NaN or infinity and the plugin was asked to raise (nonfinite="raise")."""
 
 
-_PACKAGES = tuple(str(Path(module.__file__).parent) for module in (torch, _C))
+_PACKAGES = tuple(str(Path(str(module.__file__)).parent) for module in (torch, _C))
 """Folders of torch and castor: users look for their own lines."""
 _OF_MODULES = str(Path(torch.nn.modules.module.__file__))
 _LONGEST = 60
@@ -140,7 +140,8 @@ def _place(code: CodeType, line: int) -> str:
 
 def _expression(code: CodeType, instruction: int) -> str:
     """The function or operator that an instruction of a frame calls, as its source has it."""
-    position = next(islice(code.co_positions(), instruction // 2, None), None)
+    positions = getattr(code, "co_positions", None)  # Python 3.10 has none
+    position = next(islice(positions(), instruction // 2, None), None) if positions else None
     if position is None or None in position:
         return ""
     first, last, begin, end = position

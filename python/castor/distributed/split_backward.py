@@ -87,7 +87,7 @@ class SplitBackward:
             grads: Of these; None: 1.
             inputs: Of the stage; leaves, of which at least one requires a gradient.
         """
-        self._outputs = outputs
+        self._outputs: Sequence[Any] = outputs
         self._grads = grads
         self._inputs = inputs
         wanted = [x for x in inputs if x.requires_grad]

@@ -48,7 +48,7 @@ def add_adapters(model: nn.Module, rank: int, *, four_bit_base: bool) -> None:
             base = getattr(module, "base_layer", None)
             if isinstance(base, nn.Linear):
                 _pack(base, base.weight.shape)
-            elif type(base).__name__ == "Conv1D":  # GPT-2's linear layer, whose weight is (in, out)
+            elif base is not None and type(base).__name__ == "Conv1D":  # its weight is (in, out)
                 _pack(base, base.weight.T.shape)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from castor.config import Precision, StateFormat
 from castor.estimate.model import SHORTEST_SEQUENCE
@@ -45,7 +45,7 @@ class Workload:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; give an int of at least {least}")
-        rank = self.lora_rank
+        rank: Any = self.lora_rank
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
             raise ValueError(f"lora_rank is {rank!r}; give an int of at least 1")
         if self.four_bit_base and rank is None:

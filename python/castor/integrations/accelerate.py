@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import parallel
 from torch.optim import Optimizer
 
@@ -140,7 +141,7 @@ def scale_losses(accelerator: Any) -> None:
     """
     handler = accelerator.scaler_handler
     options = {} if handler is None else handler.to_kwargs()
-    accelerator.scaler = torch.amp.GradScaler(accelerator.device.type, **options)
+    accelerator.scaler = GradScaler(accelerator.device.type, **options)
     accelerator.unscale_gradients = functools.partial(_unscale_gradients, accelerator)
 
 

@@ -180,7 +180,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.broadcast_buffers and distributed.get_world_size() > 1 and self._shared_buffers()
         )
 
-    def join(  # type: ignore[override]
+    def join(
         self,
         divide_by_initial_world_size: bool = True,
         enable: bool = True,

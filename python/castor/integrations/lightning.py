@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from castor.booster import Booster
@@ -90,7 +91,7 @@ class CastorStrategy(Strategy):  # type: ignore[misc]
         Raises:
             UsageError: The Trainer has a precision of its own, or other devices than ranks.
         """
-        precision = self.precision_plugin.precision
+        precision: str = cast(Any, self).precision_plugin.precision
         if precision != "32-true":
             raise UsageError(
                 f"the Trainer has precision={precision!r}, which castor's plugin decides: give "
@@ -369,7 +370,7 @@ class _ScaledLoss(MixedPrecision):  # type: ignore[misc]
     """Lightning's scaling of the loss, without its autocast: the weights are fp16 themselves."""
 
     def __init__(self, device: str) -> None:
-        super().__init__("16-mixed", device, torch.amp.GradScaler(device))
+        super().__init__("16-mixed", device, GradScaler(device))
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:

@@ -140,7 +140,8 @@ class _OnCastor(OnCastor):
         """As the Trainer's; nothing else shards the model."""
         self._super.create_accelerator_and_postprocess()
         check_unsharded(self.accelerator.distributed_type, "the Trainer", "its arguments")
-        if self.castor.plugin.config.precision == "fp16":
+        plugin: Any = self.castor.plugin
+        if plugin.config.precision == "fp16":
             scale_losses(self.accelerator)
 
     def create_optimizer(self, model: Any = None) -> Any:
