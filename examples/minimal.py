@@ -9,7 +9,7 @@ config = GPT2Config(vocab_size=2048, n_embd=256, n_layer=8, n_head=8, eos_token_
 model = GPT2LMHeadModel(config)  # 7.1M parameters: plain training holds 109 MiB and activations
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-booster = Booster(plugin=GeminiPlugin(device="cpu", device_memory="64MiB", max_norm=1.0))
+booster = Booster(plugin=GeminiPlugin(device_memory="64MiB", max_norm=1.0))
 model, optimizer, *_ = booster.boost(model, optimizer)
 
 tokens = torch.randint(config.vocab_size, (2, 64))
