@@ -276,7 +276,7 @@ def io_bench(
 _CommandLineError: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
 )
-"""What is wrong with the words of a command line. Typer has a click of its own, or click's."""
+"""The class of errors in a command line. Typer brings a click of its own, or uses click's."""
 
 
 def main() -> None:

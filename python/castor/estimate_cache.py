@@ -20,7 +20,7 @@ _MOST_ANSWERS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a command has printed, and its exit status."""
+    """The output of a command, and its exit status."""
 
     text: str
     status: int

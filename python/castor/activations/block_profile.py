@@ -44,7 +44,7 @@ class BlockRun:
     copies: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Copies of its outputs, which no other step has."""
     copied_bytes: int = 0
-    """Of these, when they were made."""
+    """Bytes of the copies, when they were made."""
     failed: bool = False
     """Whether one of its forwards has raised."""
 

@@ -68,7 +68,7 @@ class Uncomputed(torch.Tensor):
         raise NotImplementedError
 
     def lazy(self) -> LazyLogits | None:
-        """What gives the values row by row; None: somebody may have written to them."""
+        """Returns the lazy logits behind the values; None if somebody may have written to the values."""
         raise NotImplementedError
 
     def _stays_uncomputed(
@@ -188,7 +188,7 @@ class DeferredLogits(Uncomputed):
 
 
 def _in_tiles(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What row_operators gives for an operator, as tensors; None: it gets the values."""
+    """Returns an operator's result as tensors without values; None if it needs the values."""
     if any(isinstance(value, Uncomputed) for value in kwargs.values()):
         return None
     lazies = {id(v): v.lazy() for v in tree_leaves(args) if isinstance(v, Uncomputed)}

@@ -81,7 +81,7 @@ def _of_gradient(
     weight: torch.Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> _Gradients | None:
-    """Of a loss's gradient: at once where it is one tile, and there is room; None: of its values.
+    """Computes the head's gradients from a loss's gradient, in tiles; None if that has values.
 
     Args:
         gradient: Of the head's output.

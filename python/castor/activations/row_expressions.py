@@ -73,7 +73,7 @@ class Operand:
         return self._tensor
 
     def rows(self, rows: Rows) -> torch.Tensor:
-        """Those of some rows, which broadcast to (rows, vocabulary)."""
+        """Returns the values of some rows, which broadcast to (rows, vocabulary)."""
         self._check()
         return self._same if self._by_row is None else take(self._by_row, rows)
 
@@ -287,7 +287,7 @@ Value = TypeVar("Value")
 
 
 def at_once(source: Source, num_rows: int, compute: Callable[[], Value]) -> Value | None:
-    """What is computed of all rows together; None: the device's budget has no room for that.
+    """Computes a result of all rows together; None if the device's budget has no room for that.
 
     Then tiles have half as many rows from now on (in_tiles).
     """
@@ -302,7 +302,7 @@ def at_once(source: Source, num_rows: int, compute: Callable[[], Value]) -> Valu
 
 
 def each_tile(lazy: LazyLogits) -> Callable[[slice], torch.Tensor]:
-    """What gives the values of some rows of a lazy, computed for that alone."""
+    """Returns a function that computes the values of some rows of a lazy, and keeps none."""
     uses = uses_below(lazy)
 
     def values(rows: slice) -> torch.Tensor:
@@ -354,7 +354,7 @@ def reduced(
     *,
     trains: bool,
 ) -> list[torch.Tensor]:
-    """What is left of each row, in tiles.
+    """Reduces each row to a few numbers, tile by tile.
 
     Args:
         lazy: Of the rows.

@@ -99,7 +99,7 @@ Result = Any
 
 
 def lazily(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Result:
-    """What an operator gives whose lazies are computed in tiles, if at all.
+    """Returns the result of an operator over lazies, which tiles compute if it is ever needed.
 
     Args:
         func: The operator.

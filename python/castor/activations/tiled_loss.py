@@ -53,7 +53,7 @@ class Loss:
         )
 
     def hidden_rows(self) -> Callable[[slice], torch.Tensor]:
-        """What gives the hidden states of some rows of the loss."""
+        """Returns a function that gives the hidden states of some rows of the loss."""
         source = self.logits.source
         hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
         numbers = self.logits.row_numbers()

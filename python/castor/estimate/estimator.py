@@ -81,7 +81,7 @@ class Estimate:
     rows_per_tile: int
     """Logits are computed so many rows at a time; 0: all at once."""
     trained_parameters: int
-    """Those with gradients and optimizer states; of the parameters fewer with adapters."""
+    """Parameters with gradients and optimizer states; with adapters fewer than all."""
     remedies: tuple[str, ...]
     """What would make it fit; empty where it does."""
     fits_with: tuple[str, ...]
@@ -114,7 +114,7 @@ class Estimator:
         self._config = config
         self._model = build(config, dtype=dtype)
         self.num_parameters = sum(param.numel() for param in self._model.parameters())
-        """Of the model, tied ones once, adapters included."""
+        """Parameters of the model; tied ones count once, adapters are included."""
         if workload.lora_rank is not None:
             add_adapters(self._model, workload.lora_rank, four_bit_base=workload.four_bit_base)
             params = self._model.parameters()

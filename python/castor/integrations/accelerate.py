@@ -146,7 +146,7 @@ def scale_losses(accelerator: Any) -> None:
 
 
 def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
-    """As Accelerator.unscale_gradients, which clip_grad_norm_ and clip_grad_value_ call."""
+    """Replaces Accelerator.unscale_gradients, which clip_grad_norm_ and clip_grad_value_ call."""
     given = accelerator._optimizers if optimizer is None else optimizer
     for one in given if isinstance(given, list | tuple) else [given]:
         accelerator.scaler.unscale_(unwrapped(one))

@@ -95,7 +95,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._synchronised = True
         """Whether the last pass was, so that its gradients are all ranks'."""
         self.uneven: UnevenData | None = None
-        """What a loop within `join` is in."""
+        """The context of a loop within `join`."""
         _wrappers[compiled_from(module)] = weakref.ref(self)
         if asked["init_sync"] and not boosted_models_holding(module):
             self._begin_as_first()
@@ -186,7 +186,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> UnevenData:
-        """As torch's: around a loop over data of which ranks have different numbers of batches."""
+        """Surrounds a loop in which ranks have different numbers of batches, as torch's join does."""
         return UnevenData(
             self,
             enable=enable,

@@ -21,7 +21,7 @@ LAUNCH_MODULE = "accelerate.commands.launch"
 _OF_RANKS = ("multi_gpu_launcher",)
 _OTHERS = ("deepspeed_launcher", "tpu_launcher", "tpu_pod_launcher", "sagemaker_launcher")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
-"""What ranks have from castor run."""
+"""Environment variables that castor run sets for its ranks."""
 
 
 def enter_launchers(run: Callable[[Sequence[str]], None]) -> None:

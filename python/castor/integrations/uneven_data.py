@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from castor.integrations.data_parallel import DistributedDataParallel
 
 _OVER, _FORWARD, _UNSYNCHRONISED, _STEP = range(4)
-"""What a rank is about to do: nothing more, a forward whose backward is synchronised, one whose is
+"""A rank's next action: nothing more, a forward whose backward is synchronised, one whose is
 not, a step."""
 _NAMES = ("has no more data", "calls the model", "calls the model in no_sync", "steps")
 
@@ -49,7 +49,7 @@ class UnevenData:
         self._enable, self._throw = enable, throw
         self._divide_by_initial = divide_by_initial
         self._late: list[int] = []
-        """Of each rank, whether no other one had data when it had no more."""
+        """For each rank, whether no other one had data when it had no more."""
         self._follows = False
         """Whether this rank is taking a step of the others."""
         self._size = distributed.get_world_size()
@@ -98,7 +98,7 @@ class UnevenData:
     def _tell(
         self, mine: int, *, late: bool = False, shares: bool = False, answers: bool = False
     ) -> list[int]:
-        """What all ranks are about to do. Collective."""
+        """Returns the next actions of all ranks. Collective."""
         device = self._wrapper.device if distributed.get_backend() == "nccl" else "cpu"
         told = torch.tensor([mine, int(late), int(shares), int(answers)], device=device)
         everyone = [torch.empty_like(told) for _ in range(self._size)]

@@ -43,7 +43,7 @@ def check_report(report: Path) -> None:
 
 
 class RunRecord:
-    """What the processes of a run leave in a directory of it."""
+    """The figures that the processes of a run leave in its directory."""
 
     def __init__(self, directory: Path, report: Path | None) -> None:
         self._directory = directory
@@ -81,7 +81,7 @@ class RunRecord:
             self._write(models, status)
 
     def _models(self) -> list[dict[str, Any]]:
-        """Those of the processes of rank 0 of this machine."""
+        """Returns the figures of the processes of rank 0 of this machine."""
         found: list[dict[str, Any]] = []
         rank = min((_rank_of(file) for file in self._directory.glob("rank*.json")), default=0)
         for file in sorted(self._directory.glob(RECORD.format(rank=rank, process="*"))):

@@ -160,7 +160,7 @@ def _set_gradient(
 
 
 _drivers: weakref.WeakSet[StepDriver] = weakref.WeakSet()
-"""Those of optimizers that a GradScaler has unscaled."""
+"""Drivers of the optimizers that a GradScaler has unscaled."""
 
 
 @cache

@@ -74,7 +74,7 @@ class ModelStep:
         self._taken_by: weakref.WeakSet[StepDriver] = weakref.WeakSet()
         self._scale: float | None = None
         self.drivers: weakref.WeakSet[StepDriver] = weakref.WeakSet()
-        """Those of the model's optimizers."""
+        """Drivers of the model's optimizers."""
         self.shows_unscaled = bool(
             config.precision != "fp32"
             or engine.parts
@@ -140,7 +140,7 @@ class ModelStep:
             )
 
     def _collect(self, position: int | None, optimizer: Optimizer, carried: float) -> float | None:
-        """What gradients are multiplied with, but for the scale of a GradScaler, `carried`."""
+        """Factor of the gradients, without the scale of a GradScaler, `carried`."""
         config = self.config
         check = config.nonfinite != "ignore" or self.scaler is not None
         measures = check or config.max_norm > 0
@@ -261,7 +261,7 @@ class StepDriver:
         self._members.follow(optimizer)
         self._edited_states = 0
         self.scaled = ScaledGradients()
-        """What a torch.amp.GradScaler has unscaled."""
+        """The gradients that a torch.amp.GradScaler has unscaled."""
         model_step.drivers.add(self)
         enter_grad_scaler()
 
