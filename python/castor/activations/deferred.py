@@ -68,7 +68,7 @@ class Uncomputed(torch.Tensor):
         raise NotImplementedError
 
     def lazy(self) -> LazyLogits | None:
-        """Returns the lazy logits behind the values; None if somebody may have written to the values."""
+        """Returns the lazy logits behind the values; None if these may have been written."""
         raise NotImplementedError
 
     def _stays_uncomputed(

@@ -186,7 +186,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> UnevenData:
-        """Surrounds a loop in which ranks have different numbers of batches, as torch's join does."""
+        """Surrounds a loop in which ranks have different numbers of batches, as in torch."""
         return UnevenData(
             self,
             enable=enable,
