@@ -45,7 +45,7 @@ class Workload:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; give an int of at least {least}")
-        rank = self.lora_rank
+        rank: object = self.lora_rank
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
             raise ValueError(f"lora_rank is {rank!r}; give an int of at least 1")
         if self.four_bit_base and rank is None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from castor.errors import UsageError
 

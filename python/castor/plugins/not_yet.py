@@ -43,7 +43,7 @@ def arguments_of(plugin: type) -> frozenset[str]:
         one.name
         for kind in plugin.__mro__
         if kind is not object
-        for one in inspect.signature(kind.__init__).parameters.values()
+        for one in inspect.signature(kind).parameters.values()
         if one.kind is one.KEYWORD_ONLY
     )
 
