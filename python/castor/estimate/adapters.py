@@ -45,7 +45,7 @@ def add_adapters(model: nn.Module, rank: int, *, four_bit_base: bool) -> None:
         peft.inject_adapter_in_model(config, model)
     if four_bit_base:
         for module in list(model.modules()):
-            base = getattr(module, "base_layer", None)
+            base: Any = getattr(module, "base_layer", None)
             if isinstance(base, nn.Linear):
                 _pack(base, base.weight.shape)
             elif base is not None and type(base).__name__ == "Conv1D":  # its weight is (in, out)
