@@ -39,9 +39,11 @@ class NonFiniteGradientError(Error, ArithmeticError):
     """A gradient holds NaN or infinity and the plugin was asked to raise (nonfinite="raise")."""
 
 
-_PACKAGES = tuple(str(Path(str(module.__file__)).parent) for module in (torch, _C))
-"""Folders of torch and castor: users look for their own lines."""
-_OF_MODULES = str(Path(torch.nn.modules.module.__file__))
+_CASTOR, _TORCH = (str(Path(str(file)).parent) for file in (__file__, torch.__file__))
+"""Folders, of whose frames users know nothing: they look for their own lines."""
+_OF_MODULES = str(torch.nn.modules.module.__file__)
+_BETWEEN = tuple(f"{_TORCH}/{name}" for name in ("_ops.py", "_compile.py", "_dynamo/"))
+"""Files of torch that pass a call on."""
 _LONGEST = 60
 
 
@@ -115,13 +117,15 @@ def _asker(trace: TracebackType | None) -> str:
     that a module needs is fetched by a hook, which names the module already.
     """
     frames = [(frame.f_code, tb.tb_lasti, tb.tb_lineno) for frame, tb in _walk(trace)]
+    while frames and frames[-1][0].co_filename.startswith((_CASTOR, *_BETWEEN)):
+        frames.pop()
     if not frames or frames[-1][0].co_filename == _OF_MODULES:
         return ""
     code, instruction, line = frames[-1]
     call = _expression(code, instruction)
     text = f"Asked for by {call or code.co_name} ({_place(code, line)})"
-    own = [f for f in frames[:-1] if not f[0].co_filename.startswith(_PACKAGES)]
-    if code.co_filename.startswith(_PACKAGES) and own:
+    own = [f for f in frames[:-1] if not f[0].co_filename.startswith((_CASTOR, _TORCH))]
+    if code.co_filename.startswith(_TORCH) and own:
         text += f", called in {own[-1][0].co_name} ({_place(own[-1][0], own[-1][2])})"
     return text
 
@@ -140,7 +144,7 @@ def _place(code: CodeType, line: int) -> str:
 
 def _expression(code: CodeType, instruction: int) -> str:
     """The function or operator that an instruction of a frame calls, as its source has it."""
-    positions = getattr(code, "co_positions", None)  # Python 3.10 has none
+    positions = getattr(code, "co_positions", None)  # since Python 3.11
     position = next(islice(positions(), instruction // 2, None), None) if positions else None
     if position is None or None in position:
         return ""

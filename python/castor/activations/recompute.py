@@ -105,7 +105,8 @@ class Recomputation:
             run = self._auto.open(self._block)
             run.input_bytes = sum(tensor.nbytes for tensor in inputs if _has_graph(tensor))
         buffers = None if self._writes_no_buffer else _Buffers(module, copied=self._lenient)
-        states = RandomStates(*args, *kwargs.values()) if self._lenient and buffers else None
+        restores = self._lenient and buffers is not None and buffers.any
+        states = RandomStates(*args, *kwargs.values()) if restores else None
         forward = functools.partial(_Forward(function, self, module, run, self._tiles), **kwargs)
         try:
             output = checkpoint(
@@ -219,6 +220,11 @@ class _Buffers:
             (name, buffer, buffer._version, buffer.detach().clone() if copied else None)
             for name, buffer in module.named_buffers()
         ]
+
+    @property
+    def any(self) -> bool:
+        """Whether there are any."""
+        return bool(self._before)
 
     def written(self) -> str:
         """The name of one that has been written, or has another tensor in its place; "": none."""
