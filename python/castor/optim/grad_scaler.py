@@ -39,13 +39,13 @@ class UnscaledGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, scaled: torch.Tensor, scale: float) -> UnscaledGradient:
         """Shows `scaled`, which was computed of a loss times `scale`."""
-        made: UnscaledGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: UnscaledGradient = torch.Tensor._make_wrapper_subclass(
             cls, scaled.shape, strides=scaled.stride(), dtype=torch.float32, device=scaled.device
         )
         made.scaled, made.scale = scaled, scale
         return made
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         return repr(self.unscaled())
 
     def unscaled(self) -> torch.Tensor:
@@ -53,7 +53,7 @@ class UnscaledGradient(torch.Tensor):
         return self.scaled.detach().to(torch.float32, copy=True).mul_(1.0 / self.scale)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Calls an operator with the unscaled values, and takes back what it has written."""
