@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from castor.config import GeminiConfig
@@ -19,9 +18,8 @@ from castor.runtime.engine import Engine
 
 def has_place_for(engine: Engine, made: Optimizer) -> bool:
     """Whether the chunks have gradients and states for an optimizer as they are laid out."""
-    indices = [
-        engine.index_of[cast(nn.Parameter, param)] for param in _params(made) if param.requires_grad
-    ]
+    params = [param for param in _params(made) if param.requires_grad]
+    indices = [engine.index_of[param] for param in params]  # type: ignore[index]
     if not all(engine.trained[index] for index in indices):
         return False
     (rule,) = rules_of([made], engine.device.type)

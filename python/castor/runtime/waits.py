@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 10.0
 
 _LOOKS = 10
 """In that time, at what waits."""
-_NOT_THE_USERS = tuple(f"{Path(file).parent}/" for file in (_C.__file__, torch.__file__))
+_NOT_THE_USERS = (f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/")
 _registry: dict[str | tuple[str, type[Warning], int], int] = {}
 _served: set[int] = set()
 """Threads."""
