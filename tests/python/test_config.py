@@ -28,7 +28,9 @@ def test_size_is_read(text: int | str, expected: int) -> None:
 
 
 @pytest.mark.parametrize("argument", ["device_memory", "host_memory", "chunk_bytes"])
-@pytest.mark.parametrize("value", [0, -1, "0", "0GiB", "-1GiB", "", "GiB", "1PiB", "a lot", "1,5G", "24"])
+@pytest.mark.parametrize(
+    "value", [0, -1, "0", "0GiB", "-1GiB", "", "GiB", "1PiB", "a lot", "1,5G", "24"]
+)
 def test_size_out_of_range_is_a_value_error(argument: str, value: int | str) -> None:
     with pytest.raises(ValueError, match=argument):
         GeminiPlugin(device="cpu", **{argument: value})

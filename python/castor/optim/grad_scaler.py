@@ -45,7 +45,7 @@ class UnscaledGradient(torch.Tensor):
         made.scaled, made.scale = scaled, scale
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.unscaled())
 
     def unscaled(self) -> torch.Tensor:
