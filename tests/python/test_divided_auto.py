@@ -11,7 +11,7 @@ from rank_processes import found, found_by_each, of_sizes
 from tensor_cases import LOSS
 
 SETTINGS = (
-    "ample", "tight", "least", "nvme", "lazy", "ample by default", "least by default",
+    "ample", "tight", "least", "nvme", "lazy", "ample by default", "tight by default",
 )  # fmt: skip
 
 
