@@ -89,14 +89,14 @@ demo: $(VENV_STAMPS)/castor
 test ci: export CASTOR_WERROR := ON
 test ci: export CASTOR_REQUIRE_SIMULATED_DEVICE := 1
 test:
-	@scripts/run_phases.sh install lint package pytest-fast asan
+	@scripts/run_phases.sh install lint+package pytest-fast asan
 
 ci: export CASTOR_REQUIRE_BROWSER := 1
 ci: export PAGES := $(BUILD)/pages
 # The wheel of the Python that all else was tested with: another one's is a whole compilation more.
 ci: export WHEEL_PYTHONS = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 ci:
-	@scripts/run_phases.sh install browser lint package cpp pages pytest docs asan tsan wheel
+	@scripts/run_phases.sh install browser lint+package cpp pages+docs pytest asan tsan wheel
 
 install: $(VENV_STAMPS)/castor
 

@@ -1,25 +1,34 @@
 #!/usr/bin/env bash
-# Runs make targets one after the other and closes with the time each took.
+# Runs make targets one after the other, and those joined by + at the same time; closes with the time each took.
 # One that fails does not stop the ones after it, so that a run tells all there is to mend; the exit
 # status is 1 if any failed. The last lines say what failed, for a reader who has only those: the tests that
 # a target names as FAILED or in ERROR, or else its own last lines.
-# Usage: run_phases.sh TARGET...
+# Usage: run_phases.sh TARGET[+TARGET...]...
 set -uo pipefail
 
 logs=build/phases
 mkdir -p "$logs"
 report=()
 failed=()
-for phase in "$@"; do
+
+run() { # prints a target's output and keeps it; writes its result and seconds to a file
+  local phase=$1 start=$SECONDS result=FAILED
   printf '\n==== %s\n' "$phase"
-  start=$SECONDS
-  if "${MAKE:-make}" --no-print-directory --keep-going "$phase" 2>&1 | tee "$logs/$phase.log"; then
-    result=ok
-  else
-    result=FAILED
-    failed+=("$phase")
-  fi
-  report+=("$(printf '%-10s %-6s %5d s' "$phase" "$result" $((SECONDS - start)))")
+  "${MAKE:-make}" --no-print-directory --keep-going "$phase" 2>&1 | tee "$logs/$phase.log" && result=ok
+  echo "$result $((SECONDS - start))" >"$logs/$phase.result"
+}
+
+for group in "$@"; do
+  IFS=+ read -ra phases <<<"$group"
+  for phase in "${phases[@]}"; do
+    run "$phase" &
+  done
+  wait
+  for phase in "${phases[@]}"; do
+    read -r result seconds <"$logs/$phase.result"
+    report+=("$(printf '%-10s %-6s %5d s' "$phase" "$result" "$seconds")")
+    [[ $result == ok ]] || failed+=("$phase")
+  done
 done
 
 printf '\n==== phases\n'
