@@ -82,8 +82,9 @@ class GeminiPlugin:
             what `from_pretrained(dtype=...)` of transformers keeps so (routers, correction biases,
             sinks), what a model that is 16-bit already has in float32, and keep_fp32.
         keep_fp32: What else stays float32 in a 16-bit precision, and trains so: patterns of names
-            of parameters, buffers or modules ("*.gate"; a module stands for all in it), or classes
-            of modules. Their forward has to take inputs of the precision, as in plain PyTorch.
+            of parameters, buffers or modules, such as ``"*.gate"`` (a module stands for all in it),
+            or classes of modules. Their forward has to take inputs of the precision, as in plain
+            PyTorch.
         max_norm: Gradients are clipped to this L2 norm inside step; 0: not at all.
         norm_type: Only 2.0.
         nonfinite: What step does about NaN and infinite gradients: "skip" the update, count it and
