@@ -184,7 +184,8 @@ def test_report_adds_up_and_prints() -> None:
     assert report.d2h_bytes == 4 * model_bytes  # the gradients
     assert report.demand_fetches + report.prefetch_hits > 0
     assert report.waste <= 0.03
-    assert "peak_device_bytes" in str(report)
+    assert str(report).splitlines()[1].startswith("device peak ")
+    assert report.as_dict()["peak_device_bytes"] == report.peak_device_bytes
     assert boosted.booster.memory().host_bytes == report.host_bytes <= report.host_budget_bytes
 
 

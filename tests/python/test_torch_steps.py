@@ -232,7 +232,7 @@ def test_the_report_says_what_trains_and_what_it_holds() -> None:
     size = sum(param.nbytes for param in model.parameters())
     assert (report.parameter_bytes, report.gradient_bytes) == (size, size)
     assert report.optimizer_bytes == 2 * size + 4 * len(list(model.parameters()))
-    assert "trained_by       plain PyTorch" in str(report)
+    assert "trained by     plain PyTorch" in str(report)
 
 
 @pytest.mark.parametrize("second", [castor.TorchDDPPlugin, castor.TorchFSDPPlugin])
