@@ -101,7 +101,7 @@ def test_two_at_once_on_one_path_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"blocks": ["5000"]}, "multiple of 4096"),
+        ({"blocks": ["5000B"]}, "multiple of 4096"),
         ({"blocks": ["2MiB"]}, "at most the file's 1048576"),
         ({"blocks": []}, "nothing to measure"),
         ({"depths": [4, 0], "blocks": ["4KiB"]}, "depth is 0"),
