@@ -285,7 +285,7 @@ def test_castor_run_reads_what_it_writes(tmp_path: Path) -> None:
     path = tmp_path / "castor.json"
     config = Config(**SETTINGS)
     config.save(path)
-    assert read_settings(path, []) == SETTINGS == json.loads(path.read_text())
+    assert read_settings(path, {}, []) == SETTINGS == json.loads(path.read_text())
     assert Config.read(path) == config
 
 
