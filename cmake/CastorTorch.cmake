@@ -31,7 +31,7 @@ string(REGEX MATCH "^[0-9]+[.][0-9]+" castor_torch_minor "${CASTOR_TORCH_VERSION
 set(CASTOR_EXTENSION_FOLDER "castor/_extensions/torch${castor_torch_minor}")
 message(STATUS "torch ${CASTOR_TORCH_VERSION} of ${Python_EXECUTABLE}")
 # The range stands in pyproject.toml alone. csrc/torch/torch_versions.h tells the releases in it apart.
-file(STRINGS "${PROJECT_SOURCE_DIR}/pyproject.toml" castor_torch_range
+file(STRINGS "${CMAKE_CURRENT_LIST_DIR}/../pyproject.toml" castor_torch_range
      REGEX "^requires = .*torch>=[0-9.]+,<[0-9.]+" LIMIT_COUNT 1)
 if(NOT castor_torch_range MATCHES "(torch>=([0-9.]+),<([0-9.]+))")
   message(FATAL_ERROR "pyproject.toml does not say which torch releases castor can be built for")
