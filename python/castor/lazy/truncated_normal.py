@@ -21,17 +21,7 @@ _LIBRARY.define(
 _eager = init._no_grad_trunc_normal_
 
 
-@torch.library.impl(_LIBRARY, "trunc_normal_", "CPU")
-def _draw(
-    tensor: torch.Tensor,
-    mean: float,
-    std: float,
-    a: float,
-    b: float,
-    *,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    return _eager(tensor, mean, std, a, b, generator=generator)
+torch.library.impl(_LIBRARY, "trunc_normal_", "CPU")(_eager)
 
 
 @torch.library.impl(_LIBRARY, "trunc_normal_", "Meta")
