@@ -2,7 +2,6 @@
 
 #include <sched.h>
 #include <time.h>
-#include <unistd.h>
 
 #include <ctime>
 #include <utility>
@@ -20,14 +19,7 @@ double thread_seconds() noexcept {
 
 }  // namespace
 
-IdleThread::IdleThread()
-    : process_(::getpid()), thread_([this](const std::stop_token& stop) { serve(stop); }) {}
-
-IdleThread::~IdleThread() {
-  if (::getpid() != process_) {
-    thread_.detach();  // in a forked child there is none
-  }
-}
+IdleThread::IdleThread() : thread_([this](const std::stop_token& stop) { serve(stop); }) {}
 
 void IdleThread::serve(const std::stop_token& stop) {
   const sched_param none{};

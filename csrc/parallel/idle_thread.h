@@ -17,7 +17,7 @@ class IdleThread {
  public:
   /// Throws std::system_error where no thread is to be had.
   IdleThread();
-  ~IdleThread();
+  ~IdleThread() = default;  ///< Not in a forked child, where the thread that it waits for is not.
   IdleThread(const IdleThread&) = delete;
   IdleThread& operator=(const IdleThread&) = delete;
 
@@ -34,7 +34,6 @@ class IdleThread {
  private:
   void serve(const std::stop_token& stop);
 
-  const int process_;  // that made it
   mutable Mutex mutex_;
   std::condition_variable_any given_;
   std::condition_variable done_;

@@ -1,4 +1,6 @@
 // What castor finds on a machine and how fast its memory is, for castor.doctor and the benchmarks.
+#include <unistd.h>
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -39,14 +41,25 @@ class PreferredThread {
     }
     IdleThread::prefer(thread_.get());
   }
+  ~PreferredThread() { end(); }
+  PreferredThread(const PreferredThread&) = delete;
+  PreferredThread& operator=(const PreferredThread&) = delete;
 
   [[nodiscard]] double seconds() const { return thread_ ? thread_->seconds() : 0.0; }
   void leave() noexcept {
     IdleThread::prefer(nullptr);
-    thread_.reset();
+    end();
   }
 
  private:
+  void end() noexcept {
+    if (::getpid() != process_) {
+      static_cast<void>(thread_.release());  // a forked child has no such thread to wait for
+    }
+    thread_.reset();
+  }
+
+  const int process_ = ::getpid();  // that made it
   std::unique_ptr<IdleThread> thread_;
 };
 

@@ -220,6 +220,7 @@ class Engine(Together):
             valueless=[self.index_of[param] for param in lazy.params],
             name=type(model).__name__,
         )
+        _sessions.add(self.session)
         if events is not None:
             self.session.load_trace(events)
         return spec, aliases
@@ -373,14 +374,17 @@ def _telling_what_is_lost(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
+_sessions: weakref.WeakSet[_C.Session] = weakref.WeakSet()
+"""All that live: one may outlive its model, until the garbage collector comes by."""
+
+
 def _leave_sessions_to_the_parent() -> None:
     """In a forked child (a data loader's worker): no session is used, or destroyed, there.
 
     Its memory and its threads are the parent's alone.
     """
-    for engine in all_boosted():
-        if isinstance(engine, Engine):
-            engine.session.stay_with_parent()
+    for session in _sessions:
+        session.stay_with_parent()
 
 
 os.register_at_fork(after_in_child=_leave_sessions_to_the_parent)

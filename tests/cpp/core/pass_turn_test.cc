@@ -79,7 +79,8 @@ TEST(PassTurnTest, PassesOfManyThreadsRunOneAtATime) {
         std::minstd_rand random(static_cast<unsigned>(i));
         for (int pass = 0; pass < kPasses; ++pass) {
           const int task = i * kPasses + pass;
-          switch (random() % 3) {
+          const auto kind = random() % 3;
+          switch (kind) {
             case 0: turn.enter_forward(me(), Mode::kInference); break;
             case 1: turn.join_backward(me(task), {}); break;
             default: turn.enter_section(me(), Section::kPlain, "a step"); break;
@@ -89,9 +90,12 @@ TEST(PassTurnTest, PassesOfManyThreadsRunOneAtATime) {
           turn.enter_section(me(), Section::kPlain, "a step");  // nested
           turn.end_section(Section::kPlain);
           EXPECT_EQ(inside.fetch_sub(1), 1);
-          turn.end_forward();
-          turn.end_task(task);
-          turn.end_section(Section::kPlain);
+          // Only what began here: the turn is over by then, and the next owner's has begun.
+          switch (kind) {
+            case 0: turn.end_forward(); break;
+            case 1: turn.end_task(task); break;
+            default: turn.end_section(Section::kPlain); break;
+          }
         }
       });
     }
