@@ -23,6 +23,9 @@ std::atomic<std::chrono::milliseconds::rep> patience_ms{PassTurn::kPatience.coun
 // Relaxed: a function, and nothing that it depends on.
 std::atomic<PassTurn::NativeId> native_id_of_caller{[] { return 0L; }};
 
+// Relaxed: as above.
+std::atomic<PassTurn::Look> look_of_waiter{[] {}};
+
 }  // namespace
 
 const PassTurn::Thread& PassTurn::this_thread() {
@@ -39,6 +42,10 @@ const PassTurn::Thread& PassTurn::this_thread() {
 
 void PassTurn::number_threads_by(NativeId native_id) noexcept {
   native_id_of_caller.store(native_id, std::memory_order_relaxed);
+}
+
+void PassTurn::look_by(Look look) noexcept {
+  look_of_waiter.store(look, std::memory_order_relaxed);
 }
 
 std::chrono::milliseconds PassTurn::patience() noexcept {
@@ -138,6 +145,21 @@ void PassTurn::throw_never_over(const Caller& caller) const {
       "interrupted, call the model there again");
 }
 
+// The look may take Python's global lock, whose holder may ask for this mutex.
+void PassTurn::wait_and_look(MutexLock& lock) CASTOR_NOT_ANALYZED {
+  if (over_.wait_for(lock.native(), kLook) == std::cv_status::no_timeout) {
+    return;
+  }
+  lock.unlock();
+  try {
+    look_of_waiter.load(std::memory_order_relaxed)();
+  } catch (...) {
+    lock.lock();
+    throw;
+  }
+  lock.lock();
+}
+
 void PassTurn::await(MutexLock& lock, const Waiter& waiter, Joined& joined) {
   const Caller& caller = waiter.caller;
   auto seen = num_events_;
@@ -150,7 +172,7 @@ void PassTurn::await(MutexLock& lock, const Waiter& waiter, Joined& joined) {
           "booster.backward(loss, optimizer), which waits for its turn, or let one thread at a "
           "time call backward");
     }
-    over_.wait_for(lock.native(), kLook);
+    wait_and_look(lock);
     forget_the_dead(joined);
     if (seen != num_events_) {
       seen = num_events_;

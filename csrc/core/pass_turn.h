@@ -43,6 +43,11 @@ class PassTurn {
   using NativeId = long (*)();
   /// Messages name threads by these numbers, if they call for the first time from now on.
   static void number_threads_by(NativeId native_id) noexcept;
+  /// What a waiting thread calls ten times a second, with no mutex held: what it throws ends the
+  /// wait.
+  using Look = void (*)();
+  /// Of all models of the process.
+  static void look_by(Look look) noexcept;
   /// Lives as long as the thread.
   [[nodiscard]] static const Thread& this_thread();
 
@@ -133,6 +138,8 @@ class PassTurn {
   Joined take(MutexLock& lock, const Caller& caller, Origin origin, Mode mode)
       CASTOR_REQUIRES(mutex_);
   void await(MutexLock& lock, const Waiter& waiter, Joined& joined) CASTOR_REQUIRES(mutex_);
+  /// Waits for the next end of a turn, but not long, and looks.
+  void wait_and_look(MutexLock& lock) CASTOR_REQUIRES(mutex_);
   [[noreturn]] void throw_never_over(const Caller& caller) const CASTOR_REQUIRES(mutex_);
   void add_task(const Caller& caller, Joined& joined) CASTOR_REQUIRES(mutex_);
   void release() CASTOR_REQUIRES(mutex_);

@@ -344,6 +344,12 @@ PYBIND11_MODULE(_C, m) {
   m.attr("__version__") = CASTOR_VERSION;
   py::register_exception_translator(castor::translate);
   m.def("set_python_errors", &castor::set_python_errors);
+  castor::PassTurn::look_by([] {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) {
+      throw py::error_already_set();
+    }
+  });
   m.def("last_out_of_memory", [] {
     const auto& figures = castor::last_out_of_memory();
     return std::make_tuple(figures.tier, figures.requested, figures.available, figures.budget);

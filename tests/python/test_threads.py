@@ -1,10 +1,13 @@
 """Threads beside the one that trains: what they ask neither hangs nor holds Python up."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -446,6 +449,45 @@ def test_a_hook_that_calls_the_model_again_is_of_the_same_pass() -> None:
     works = [partial(serve, x, right) for x, right in zip(xs[:3], expected, strict=False)]
     assert in_threads(*works) == []
     assert nested == [True] * 30
+
+
+@pytest.mark.parametrize("waits_in", ["forward", "step", "backward"])
+def test_ctrl_c_ends_a_wait_for_another_threads_pass(waits_in: str) -> None:
+    boosted = boost(tower(), 2**26, chunk_bytes=CHUNK_OF_ONE)
+    model = boosted.model
+    xs, expected = evaluations(boosted)
+    loss = model(**on_device_of(boosted, tower_batch(0)))
+    inside, over = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert over.wait(60)
+
+    def serve() -> None:
+        with torch.no_grad():
+            assert torch.equal(model(xs[0]), expected[0])
+
+    hook = model.layers[3].register_forward_hook(hold)
+    begun = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        served = pool.submit(serve)
+        assert inside.wait(60)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            if waits_in == "forward":
+                model(xs[1])
+            elif waits_in == "step":
+                boosted.optimizer.step()
+            else:
+                loss.backward()
+        assert time.monotonic() - begun < 30
+        over.set()
+        served.result()
+    hook.remove()
+    with torch.no_grad():
+        assert torch.equal(model(xs[1]), expected[1])
 
 
 def test_a_hook_that_waits_for_a_thread_which_calls_the_model_is_told() -> None:

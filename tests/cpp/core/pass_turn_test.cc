@@ -80,14 +80,15 @@ TEST(PassTurnTest, PassesOfManyThreadsRunOneAtATime) {
         for (int pass = 0; pass < kPasses; ++pass) {
           const int task = i * kPasses + pass;
           const auto kind = random() % 3;
+          const PassTurn::Caller caller = me(kind == 1 ? task : PassTurn::kNoTask);
           switch (kind) {
-            case 0: turn.enter_forward(me(), Mode::kInference); break;
-            case 1: turn.join_backward(me(task), {}); break;
-            default: turn.enter_section(me(), Section::kPlain, "a step"); break;
+            case 0: turn.enter_forward(caller, Mode::kInference); break;
+            case 1: turn.join_backward(caller, {}); break;
+            default: turn.enter_section(caller, Section::kPlain, "a step"); break;
           }
           EXPECT_EQ(inside.fetch_add(1), 0);
           ++num_passes;
-          turn.enter_section(me(), Section::kPlain, "a step");  // nested
+          turn.enter_section(caller, Section::kPlain, "a step");  // nested
           turn.end_section(Section::kPlain);
           EXPECT_EQ(inside.fetch_sub(1), 1);
           // Only what began here: the turn is over by then, and the next owner's has begun.
@@ -124,6 +125,18 @@ TEST(PassTurnTest, ThoseWhoWaitGoFirstComeFirstServed) {
   turn.end_forward();
   other.join();
   EXPECT_EQ(order, (std::vector<int>{1, 2}));
+}
+
+TEST(PassTurnTest, AWaitEndsWithWhatALookThrows) {
+  PassTurn turn;
+  turn.enter_forward(me(), Mode::kInference);
+  PassTurn::look_by([] { throw UsageError("interrupted"); });
+  EXPECT_EQ(thrown_elsewhere([&] { turn.enter_forward(me(), Mode::kInference); }), "interrupted");
+  PassTurn::look_by([] {});
+  EXPECT_EQ(turn.num_waiting(), 0U);
+  EXPECT_TRUE(turn.mine(me()));
+  turn.end_forward();
+  EXPECT_FALSE(thrown_elsewhere([&] { turn.enter_forward(me(), Mode::kInference); }));
 }
 
 TEST(PassTurnTest, AWaitThatMayNeverEndIsAnError) {
