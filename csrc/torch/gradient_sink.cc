@@ -77,6 +77,8 @@ GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> p
   }
 }
 
+GradientSink::~GradientSink() = default;
+
 void GradientSink::copy_beside_backward(CopyEngine& engine, NonModelMemory& account) {
   copies_ = std::make_unique<GradientCopies>(layout_, engine, manager_.device(), device_.backend(),
                                              account);

@@ -46,6 +46,10 @@ class GradientSink {
   GradientSink(ChunkManager& manager, std::span<const ParamHandle> params, StoredWeights* weights,
                GradientParts* parts, Executor& executor, const SessionDevice& device, bool scaled,
                const std::shared_ptr<MemoryTier>& homes = nullptr);
+  ~GradientSink();  // in the .cc file: Node is incomplete here
+  GradientSink(const GradientSink&) = delete;
+  GradientSink& operator=(const GradientSink&) = delete;
+
   /// Gradients leave the device by copies that run beside backward; see GradientCopies. `account`:
   /// of what is allocated there for others than castor.
   void copy_beside_backward(CopyEngine& engine, NonModelMemory& account);
