@@ -43,8 +43,7 @@ class PassTurn {
   using NativeId = long (*)();
   /// Messages name threads by these numbers, if they call for the first time from now on.
   static void number_threads_by(NativeId native_id) noexcept;
-  /// What a waiting thread calls ten times a second, with no mutex held: what it throws ends the
-  /// wait.
+  /// A waiting thread calls it ten times a second, with no mutex held. An exception ends the wait.
   using Look = void (*)();
   /// Of all models of the process.
   static void look_by(Look look) noexcept;
