@@ -1,5 +1,7 @@
 #include "torch/step_recorder.h"
 
+#include <torch/csrc/autograd/function.h>
+
 #include <utility>
 
 #include "torch/step_hooks.h"
