@@ -21,7 +21,12 @@ from castor.errors import UsageError
 from castor.optim.released import RunCounts, release_optimizers
 from castor.optim.torch_step import step_of
 from castor.plugins.protocol import Plugin, list_of_optimizers
-from castor.runtime.boosted_model import BoostedStep, boosted_model_of, compiled_from
+from castor.runtime.boosted_model import (
+    BoostedStep,
+    boosted_model_of,
+    compiled_from,
+    model_with,
+)
 from castor.runtime.engine import Engine, engine_of
 from castor.runtime.process_groups import end_groups_with, groups_made
 from castor.runtime.release import release_model
@@ -113,7 +118,7 @@ class Booster(Checkpoints):
         with engine.session.turn("booster.release"):
             engine.session.settle()
             release_optimizers(engine, drop_states=drop_states)
-            boosted = compiled_from(model)
+            boosted = model_with(engine)
             release_model(boosted, engine)
             _boosters.pop(boosted, None)
 
@@ -155,7 +160,7 @@ class Booster(Checkpoints):
             engine.session.settle()
             counts = RunCounts.of(engine, its_optimizers)
             release_optimizers(engine, drop_states=False, with_masters=True)
-            boosted = compiled_from(model)
+            boosted = model_with(engine)
             release_model(boosted, engine)
             _boosters.pop(boosted, None)
         yield

@@ -69,7 +69,8 @@ NUMBERS: tuple[Rule, ...] = (
      r"project_dim|.*proj_dim|classifier_proj_size|pooler_output_size|fpn_hidden_size|lru_width|adapter_out_dim|"
      r"attention_hidden_size|projector_(in|out)put_dim|output_proj_dims|.*_embedding_dim|output_channels|conv_dim|"
      r"mask_feature_size|condition_dim|latent_size", _at_most(WIDTH)),
-    (r"image_size|.*_image_size|img_size", _to(IMAGE)), (r"patch_size", _to(PATCH)),
+    (r"image_size|.*_image_size|img_size|crop_size", _to(IMAGE)), (r"patch_size", _to(PATCH)),
+    (r"frames_per_clip", _at_most(4)),
     (r"num_queries|num_query_tokens|resampler_n_latents", _at_most(8)),
     (r"codebook_size|num_embeddings|audio_vocab_size", _at_most(64)),
     (r"codebook_dim", _at_most(32)),

@@ -105,6 +105,29 @@ def test_files_have_the_names_of_the_model_that_was_compiled(
     assert boosted.booster.report(called).steps == 1
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("by", ["what_is_called", "what_was_boosted"])
+def test_a_compiled_model_is_released_and_boosted_anew(
+    way: Callable[[Any], tuple[Any, Any]], by: str
+) -> None:
+    expected = losses_of_plain(tower(), tower_loss)
+    boosted, called = way(tower())
+    model = called if by == "what_is_called" else boosted.model
+    losses = [boosted.step(tower_loss(called, seed)) for seed in range(2)]
+    boosted.booster.reboost(model)
+    losses += [boosted.step(tower_loss(called, seed)) for seed in range(2, 4)]
+    boosted.booster.release(model)
+    for seed in range(4, 6):
+        loss = tower_loss(called, seed)
+        loss.backward()
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+        losses.append(loss.item())
+    assert_close_losses(losses, expected)
+    with pytest.raises(castor.UsageError, match="not boosted"):
+        boosted.booster.release(model)
+
+
 def assert_close_weights_by_order(model: Any, plain: Any) -> None:
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
