@@ -468,6 +468,11 @@ def test_ctrl_c_ends_a_wait_for_another_threads_pass(waits_in: str) -> None:
         with torch.no_grad():
             assert torch.equal(model(xs[0]), expected[0])
 
+    wait: Callable[[], Any] = {
+        "forward": partial(model, xs[1]),
+        "step": boosted.optimizer.step,
+        "backward": loss.backward,
+    }[waits_in]
     hook = model.layers[3].register_forward_hook(hold)
     begun = time.monotonic()
     with ThreadPoolExecutor() as pool:
@@ -476,12 +481,7 @@ def test_ctrl_c_ends_a_wait_for_another_threads_pass(waits_in: str) -> None:
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            if waits_in == "forward":
-                model(xs[1])
-            elif waits_in == "step":
-                boosted.optimizer.step()
-            else:
-                loss.backward()
+            wait()
         assert time.monotonic() - begun < 30
         over.set()
         served.result()

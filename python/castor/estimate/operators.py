@@ -158,7 +158,7 @@ def _is_whole(tensor: torch.Tensor, shared: set[int]) -> bool:
         return False
     size, stride, dtype = _geometry(tensor)
     alike = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-    return (
+    return bool(
         type(tensor) is torch.Tensor
         and tensor.untyped_storage()._cdata not in shared
         and tensor.storage_offset() == 0

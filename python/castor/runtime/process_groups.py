@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 
 from torch import distributed
-from torch.distributed.distributed_c10d import GroupMember, _world
+from torch.distributed.distributed_c10d import _world
 
 from castor.runtime.waits import waiting, watch
 
@@ -76,9 +76,7 @@ def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
             distributed.new_group(list(part), backend="gloo", timeout=timeout_of_all())
             for part in parts
         ]
-    mine: distributed.ProcessGroup = next(
-        group for group in groups if group is not GroupMember.NON_GROUP_MEMBER
-    )
+    mine = next(group for group in groups if isinstance(group, distributed.ProcessGroup))
     made = _made.get()
     if made is not None:
         made.append(mine)
@@ -93,7 +91,9 @@ def lasting_group() -> distributed.ProcessGroup:
     """
     global _lasting
     if _lasting is None or _lasting not in _world.pg_map:
-        _lasting = distributed.new_group(backend="gloo", timeout=timeout_of_all())
+        group = distributed.new_group(backend="gloo", timeout=timeout_of_all())
+        assert isinstance(group, distributed.ProcessGroup)  # all ranks are members
+        _lasting = group
     return _lasting
 
 
