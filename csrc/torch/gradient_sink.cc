@@ -40,6 +40,13 @@ bool copy_small(const at::Tensor& to, const at::Tensor& from) {
   return true;
 }
 
+/// Whether somebody else has this very tensor, for whom it has to stay p.grad: what p.grad becomes
+/// later is to be seen there, too. Not where torch gives it no other memory.
+bool others_hold(const at::Tensor& grad) {
+  return uses_of(*grad.unsafeGetTensorImpl()) > 1 && !grad.requires_grad() &&
+         !grad.is_inference() && !grad.key_set().has(c10::DispatchKey::Python);
+}
+
 /// Whether create_graph=True made this gradient.
 bool in_graph(const Gradient& gradient, const at::Tensor& grad) {
   return gradient.in_graph == grad.unsafeGetTensorImpl();
@@ -247,15 +254,23 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
   if (cut(chunk)) {
     parts_->take_copy(chunk, contents_of_copy(chunk));
   }
+  const bool kept = others_hold(grad);
   const std::uint64_t start_ns = runtime_->clock_ns();
-  if (leaves_device && copies_ && !stored(chunk) && grad.storage().use_count() <= max_uses &&
+  if (leaves_device && copies_ && !kept && !stored(chunk) &&
+      grad.storage().use_count() <= max_uses &&
       copies_->submit(chunk, grad, gradient.view, {data(param), gradient.view.nbytes()})) {
     gate_->close(group(chunk));
   } else if (!copy_small(gradient.view, grad)) {
     gradient.view.copy_(grad);
   }
   const std::uint64_t end_ns = runtime_->clock_ns();
-  grad = gradient.view;
+  if (kept) {
+    grad.set_data(gradient.view);
+    gradient.view = grad;
+    gate_->replace(group(chunk), gradient.position, gradient.view);
+  } else {
+    grad = gradient.view;
+  }
   if (!leaves_device) {
     return {};
   }

@@ -329,6 +329,42 @@ def test_a_graph_is_as_valid_as_it_was() -> None:
         torch.testing.assert_close(param.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("way", ["another tensor", "other data", "set_"])
+def test_a_gradient_that_somebody_keeps_stays_the_parameters(way: str) -> None:
+    """What it becomes later is seen by whoever keeps it, as in plain PyTorch."""
+    seen = []
+    for given in (None, {"device_memory": AMPLE}, {"device_memory": TIGHT, "overlap": "forward"}):
+        if given is None:
+            model: Any = network()
+            own = sgd(model.parameters())
+        else:
+            model, own, _ = boosted(**given)
+        param = model[2].weight
+        loss_of(model, 0).backward()
+        if way == "another tensor":
+            param.grad = param.grad * 2
+        elif way == "other data":
+            param.grad.data = param.grad.data * 2
+        else:
+            param.grad.set_((param.grad * 2).detach())
+        kept, values = param.grad, []
+        for seed in (1, 2):
+            loss_of(model, seed).backward()
+            values.append(kept.clone())
+        assert kept is param.grad
+        own.step()
+        own.zero_grad(set_to_none=False)
+        values.append(kept.clone())
+        loss_of(model, 3).backward()
+        values.append(kept.clone())
+        own.zero_grad()
+        loss_of(model, 4).backward()
+        values.append(kept.clone())
+        seen.append(torch.stack([value.detach() for value in values]))
+    for other in seen[1:]:
+        torch.testing.assert_close(other, seen[0])
+
+
 @pytest.mark.parametrize("when", ["before backward", "after backward"])
 def test_updates_in_backward(when: str) -> None:
     """Chunks that backward has updated are between two steps: nothing can be written there."""
