@@ -2,7 +2,7 @@
 #
 #   make demo     train a GPT in a device budget it does not fit, and show what moved
 #   make test     what to run before a commit: lint, Python tests but for slow ones and ranks, C++ tests under ASan+UBSan
-#   make ci       all that CI runs: the whole suite, that of make test on the oldest torch, TSan, browser, documentation, wheel
+#   make ci       all that CI runs: the whole suite, a part of it on the oldest torch, TSan, browser, documentation, wheel
 #   make bench    steps, Adam, copies and plans against their peers, a page of the results in build/bench, docs/status.md
 #   make bench-storage    what NVMe and building large models cost, in the same places
 #   make study    loss curves of the optimizer state formats: 13 minutes on two cores
@@ -283,8 +283,14 @@ torches:
 	  $(MAKE) --no-print-directory pytest-fast VENV=.venv-torch$$torch CASTOR_TORCH="$$torch.*" || failed="$$failed $$torch"; done; \
 	if [ -n "$$failed" ]; then echo "failed with torch:$$failed" >&2; exit 1; fi
 
+# In make ci, which has no time for all of them: the suites nearest to what torch changes between releases.
+OLDEST_TESTS := $(patsubst %,tests/python/test_%.py,autograd hooks passes module_calls kept_tensors compile compiled_blocks \
+	lazy embeddings generation writes given_memory optimizer_edits random_edits copied_optimizers forks threads \
+	checkpoint_resume checkpoint_optimizer checkpoint_model auto_activations recomputed_blocks offloaded_blocks tiled_logits \
+	streams cuda_session nvme grad_scaler trainer loader selftest split_backward pipelines tensor_parallel \
+	sequence_parallel expert_parallel)
 oldest-torch:
-	@$(MAKE) --no-print-directory torches TORCHES=$(firstword $(TORCHES))
+	@$(MAKE) --no-print-directory torches TORCHES=$(firstword $(TORCHES)) PYTEST_ARGS='$(OLDEST_TESTS)'
 
 # With kernels, or not at all; git is asked which tests there are.
 wheels:
