@@ -55,7 +55,7 @@ class Checkpoints:
             model: Boosted or plain.
             directory: Created or replaced; its parent must exist.
             shard: Whether weights may go to several files.
-            size_per_shard: Bytes of tensors in one file, as a number or "2GB".
+            size_per_shard: Bytes of tensors in one file: "2GB", or a number, from 1 MiB on.
             tokenizer: Saved along, by its save_pretrained.
             prefix: Only None is supported.
             use_safetensors: Only True is supported.
@@ -133,7 +133,7 @@ class Checkpoints:
             directory: As in save_model.
             model: Names the parameters of an optimizer that is not boosted.
             shard: Whether tensors may go to several files.
-            size_per_shard: Bytes of tensors in one file, as a number or "2GB".
+            size_per_shard: Bytes of tensors in one file: "2GB", or a number, from 1 MiB on.
             prefix: Only None is supported.
             use_async: Whether to return before the states are written; see wait_for_saves.
 
@@ -229,7 +229,7 @@ class Checkpoints:
             step: Optimizer steps so far; by default those that the boosted model has taken.
             extra: Numbers, strings, lists, dicts, small tensors: load returns them.
             keep: How many checkpoints up to this step remain; older ones go once this is durable.
-            size_per_shard: Bytes of tensors in one file.
+            size_per_shard: Bytes of tensors in one file: "2GB", or a number, from 1 MiB on.
             use_async: Whether to return before all is written; see wait_for_saves.
 
         Returns:

@@ -136,7 +136,7 @@ def differ(directory: Path) -> None:
         boosted.step(_tower_loss(model, rank, rank))
         refused(booster.save, own, model, optimizer)
         refused(booster.save, run, model, optimizer, step=rank)
-        refused(booster.save, run, model, optimizer, size_per_shard=20_000 + rank)
+        refused(booster.save, run, model, optimizer, size_per_shard=f"{20 + rank}KB")
         refused(booster.save, run, model, optimizer if rank == 0 else None)
         refused(booster.save, run, model, optimizer, use_async=rank == 1)
         for _ in range(2):

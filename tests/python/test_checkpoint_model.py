@@ -345,3 +345,6 @@ def test_pickled_checkpoints_are_not_read(tmp_path: Path) -> None:
 def test_size_per_shard_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="size_per_shard"):
         BOOSTER.save_model(tower(), tmp_path / "m", size_per_shard="many")
+    with pytest.raises(ValueError, match=r"1024 is a number of bytes here, and of MiB in Colossal"):
+        BOOSTER.save_model(tower(), tmp_path / "m", size_per_shard=1024)
+    BOOSTER.save_model(tower(), tmp_path / "m", size_per_shard=2**20)

@@ -49,7 +49,7 @@ def test_ranks_that_save_or_load_different_things_say_so_and_change_nothing(
     differing = (
         f"the directory of a run that is saved: {tmp_path}/run0 and {tmp_path}/run1",
         "step: 0 and 1",
-        "size_per_shard: 20000 and 20001",
+        "size_per_shard: 20000 and 21000",
         "the optimizers that are saved: ['HybridAdam'] and []",
         "use_async: False and True",
         "the checkpoint that is loaded: step-00000006 of contents ",

@@ -14,8 +14,17 @@ def absolute(path: str | Path) -> Path:
 
 
 def shard_bytes(shard: bool, size_per_shard: int | str) -> int | None:
-    """Bytes of tensors that one file may hold; None: all of them."""
+    """Bytes of tensors that one file may hold; None: all of them.
+
+    Raises:
+        ValueError: It is no size, or a small number, as of those who think in Colossal-AI's MiB.
+    """
     max_bytes = parse_bytes(size_per_shard, "size_per_shard")
+    if isinstance(size_per_shard, int) and size_per_shard < 2**20:
+        raise ValueError(
+            f"size_per_shard={size_per_shard} is a number of bytes here, and of MiB in "
+            f"Colossal-AI: write '{size_per_shard}MiB', or '{size_per_shard}B'"
+        )
     return max_bytes if shard else None
 
 
