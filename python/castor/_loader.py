@@ -34,7 +34,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class BuildInfo:
-    """What castor._C was built with; libraries that were left out are "none"."""
+    """Versions and libraries that castor._C was built with; "none" for what was left out."""
 
     castor: str
     python: str

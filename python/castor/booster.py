@@ -315,7 +315,7 @@ class Booster(Checkpoints):
             yield
 
     def report(self, model: nn.Module | None = None) -> MemoryReport | TorchReport:
-        """What memory did since boost.
+        """Returns the figures of memory and time since boost.
 
         Args:
             model: A boosted model; by default the one boosted last.
@@ -329,7 +329,7 @@ class Booster(Checkpoints):
         return boosted_model_of(self._named(model)).report()
 
     def memory(self, model: nn.Module | None = None) -> MemoryUse:
-        """What device and host hold at this moment.
+        """Returns the bytes that device and host hold now.
 
         Args:
             model: A boosted model; by default the one boosted last.

@@ -1,4 +1,4 @@
-"""What Booster saves and loads."""
+"""The calls of Booster that save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ class Checkpoints:
         checkpoint.wait()
 
     def _shared(self, model: nn.Module | None) -> BoostedModel | None:
-        """That of the model, or of the one boosted last, where several ranks share it."""
+        """Returns the model's record, or the last one's, where several ranks share it."""
         latest = self._latest() if model is None and self._latest else model
         boosted = [] if latest is None else boosted_models_holding(latest)
         if len(boosted) > 1 and boosted[0].shared:
@@ -387,20 +387,20 @@ class Checkpoints:
         work: Callable[[], Result],
         optimizers: Sequence[Optimizer] = (),
     ) -> Result:
-        """What `work` gives, which runs on one of the ranks that share the model."""
+        """Runs `work` on one of the ranks that share the model, and returns its result on all."""
         parts_of = checkpoint.PartsOf(model, optimizers)
         shared = self._shared(model)
         return work() if shared is None else shared.on_first(work, parts_of)
 
 
 def _model_of(optimizer: Optimizer, model: nn.Module | None) -> nn.Module | None:
-    """What names the parameters of an optimizer that does not know their names."""
+    """Returns the model that names the parameters of an optimizer."""
     step = torch_step_of(optimizer)
     return step.model() if model is None and step is not None else model
 
 
 def _savers(shared: BoostedModel | None, optimizers: Sequence[Optimizer]) -> Peers | None:
-    """Those that write a checkpoint together; None: rank 0 has or asks for all, and writes."""
+    """Returns the ranks that write a checkpoint together; None: rank 0 writes all."""
     if not isinstance(shared, Engine):
         return None
     drivers = [checkpoint.driver_of(optimizer) for optimizer in optimizers]

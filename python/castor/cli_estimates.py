@@ -1,4 +1,4 @@
-"""What castor predicts from a model's configuration: `castor estimate`, `plan` and `scaling`."""
+"""The commands that predict from a model's configuration: `castor estimate`, `plan`, `scaling`."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def _print_json(console: Console, figures: dict[str, Any]) -> None:
 def _workload(
     batch: int, seq: int, precision: str, state_format: str | None, optimizer: str
 ) -> Workload:
-    """Of ranks: layouts have their own activations."""
+    """Returns the workload of several ranks, without activations: each layout has its own."""
     from castor.config import Precision
     from castor.estimate.workload import Workload
 

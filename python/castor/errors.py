@@ -1,4 +1,4 @@
-"""What castor raises. The C++ core's exceptions become these classes."""
+"""The exceptions of castor. Those of the C++ core become these classes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from castor import _C
 
 _OF_THIS_POINT = "; the smallest budget that gets past this point is "
 _OF_OTHERS = ". Models of one plugin share this budget"
-"""Where the core's advice begins (csrc/core/runtime_room.cc), and what may stand behind it."""
+"""Begin of the core's advice (csrc/core/runtime_room.cc), and of what may follow it."""
 _END_OF_FIGURES = " bytes). "
 _OUTSIDE = "outside any module"
 _IN_TILES = (
     ". Losses that take a few numbers of each row of logits run in tiles: tile_logits='auto' "
     "(guide: policies and budgets)"
 )
-"""Who computes outside of modules, which the core names, computes a loss."""
+"""Place that stands for the loss: the core names modules, and a loss computes outside of them."""
 _SMALLER_BATCH = "\nThe device is out of memory."
 """In args of an error that a smaller batch may help: what accelerate's find_executable_batch_size,
 and with it the Trainer's auto_find_batch_size, look for there."""

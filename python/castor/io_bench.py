@@ -1,4 +1,4 @@
-"""What a directory's device can do, and what a run with its optimizer state there would take."""
+"""Measures a directory's device, and predicts a step with the optimizer state there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Measurement:
     read_bytes_per_second: float
     write_bytes_per_second: float
     engine: str
-    """What the engine says of itself."""
+    """Name and settings of the I/O engine."""
 
     @property
     def bytes_per_second(self) -> float:

@@ -24,7 +24,7 @@ _LOADER_ARGUMENTS = inspect.signature(AsyncLoader).parameters.keys() - {"loader"
 
 @dataclass(frozen=True, init=False)
 class Config:
-    """How to train, by name: all that `accelerate` needs beside the objects.
+    """Options of `accelerate` beside the objects, as names and values.
 
     Two are equal when they were given the same. Files hold the names and values that were given, as
     `castor run --config` reads and writes them; its runs' castor.json is one. Trainers have loaders
@@ -40,7 +40,7 @@ class Config:
     """
 
     arguments: Mapping[str, Any]
-    """What was given, as a file holds it."""
+    """The arguments as they were given, in a form that a file can hold."""
 
     def __init__(self, **arguments: Any) -> None:
         known = PLUGIN_ARGUMENTS | _LOADER_ARGUMENTS
@@ -65,7 +65,7 @@ class Config:
         return plugin_of(own)
 
     def loader_arguments(self) -> dict[str, Any]:
-        """Those of AsyncLoader's that were given."""
+        """The arguments of AsyncLoader that were given."""
         return {k: v for k, v in self.arguments.items() if k in _LOADER_ARGUMENTS}
 
     def save(self, path: str | Path) -> None:
@@ -145,7 +145,7 @@ def accelerate(
 
 
 def _plain(value: Any) -> Any:
-    """As JSON holds it; what it cannot hold stays."""
+    """Converts a value to what JSON holds; others stay as they are."""
     if isinstance(value, Path | torch.device):
         return str(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What is told to castor, and what it finds out about the machine: settings, units, memory."""
+"""Settings, units, and the memory that castor finds on the machine."""
 
 from castor.config.block_choice import BlockChoice, offloads
 from castor.config.names import (

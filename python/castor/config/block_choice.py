@@ -1,4 +1,4 @@
-"""What a user may choose for the activations of a block."""
+"""The choices for the activations of a block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BlockChoice:
     kind: str = "keep"
     """"keep", "recompute" or "offload"."""
     part: str = ""
-    """Of the block, which `kind` is about; "": the block."""
+    """Name of the part of the block that `kind` is about; "": the block."""
     tiles: int = 0
     """Pieces of the rows that a part runs on, one after the other; 0: on all at once."""
     tiled_part: str = ""

@@ -12,7 +12,7 @@ from castor.config.settings_file import read_settings_file, write_settings_file
 from castor.errors import UsageError
 
 ENVIRONMENT = "CASTOR_PLAN"
-"""Where `castor run --plan` tells ranks of the file."""
+"""Environment variable by which `castor run --plan` names the file to the ranks."""
 LAYOUT = (
     *("tp_size", "ep_size", "sp_size", "sequence_parallelism_mode", "pp_size", "pp_style"),
     *("num_microbatches", "num_model_chunks", "activations"),

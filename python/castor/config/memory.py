@@ -23,17 +23,17 @@ class HostMemory:
     """Memory of the host at this moment. Bytes."""
 
     total_bytes: int
-    """That the machine has."""
+    """Memory of the machine."""
     machine_available_bytes: int
-    """That the machine could give without swapping (MemAvailable)."""
+    """Memory that the machine could give without swapping (MemAvailable)."""
     limit_bytes: int | None
     """The least that a cgroup around this process grants; None: none has a limit."""
     available_bytes: int
-    """What this process can take: of the machine, and of every cgroup around it."""
+    """Memory that this process can take: the least of the machine's and of its cgroups'."""
 
     @property
     def grantable_bytes(self) -> int:
-        """What this process could have if all else were idle."""
+        """Memory that this process could take if no other process held any."""
         return (
             self.total_bytes
             if self.limit_bytes is None
@@ -70,7 +70,7 @@ def host_memory(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> HostMemory:
 
 
 def usable_bytes(available_bytes: int) -> int:
-    """What budgets may come to, of so much available memory.
+    """Returns the bytes of so much available memory that budgets may add up to.
 
     The rest is for the process itself: data loaders, batches, buffers of files, and what malloc
     keeps of freed tensors, which is tens of MiB a thread however small the model. It is a tenth, at

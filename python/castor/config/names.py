@@ -20,7 +20,7 @@ StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
 TileLogits = Literal["auto"] | bool | int
 PipelineStyle = Literal["1f1b", "gpipe", "interleaved", "zbv"]
 PipelinePass = Literal["forward", "backward", "of_inputs", "of_weights"]
-"""Of a micro-batch in a stage: the last two are the halves of a backward."""
+"""A pass of a micro-batch in a stage; the last two are the halves of a backward."""
 BETWEEN_LAYERS = "split_gather"
 """The sequence_parallelism_mode that divides tokens of what lies between divided layers."""
 ZeroStage = Literal["auto", 1, 2, 3]
@@ -32,7 +32,7 @@ SCALAR_TYPES: dict[Precision, ScalarType] = {
     "bf16": "bfloat16",
     "fp16": "float16",
 }
-"""Of the parameters, by precision."""
+"""Types of the parameters, by precision."""
 
 EVENT_KINDS = _C.NAMES["event_kind"]
 """Moments of a step; traces and timelines have positions in it:"""

@@ -99,9 +99,9 @@ class LossScalerConfig:
     max_scale: float = 2.0**32
     """The scale never rises above this."""
     growth_factor: float = 2.0
-    """What the scale is multiplied with after growth_interval good steps; above 1."""
+    """Factor of the scale after growth_interval good steps; above 1."""
     backoff_factor: float = 0.5
-    """What the scale is multiplied with on overflow; in (0, 1)."""
+    """Factor of the scale on overflow; in (0, 1)."""
     growth_interval: int = 1000
     """Good steps in a row before the scale grows."""
     hysteresis: int = 2
@@ -131,7 +131,7 @@ class LossScalerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GeminiConfig:
-    """What GeminiPlugin's arguments come to; see there for their meaning."""
+    """The settings that GeminiPlugin's arguments come to; see there for their meaning."""
 
     placement_policy: PlacementPolicy
     device_bytes: int
@@ -157,30 +157,30 @@ class GeminiConfig:
     optim_state_format: StateFormat | None
     """None: what the optimizer says, or else the precision's default."""
     seed: int | None
-    """Of the stochastic rounding of moments; None: what the optimizer says, or else 0."""
+    """Seed of the stochastic rounding of moments; None: the optimizer's, or else 0."""
     nvme_paths: tuple[Path, ...] = ()
     """Directories of the NVMe tier; none: what the optimizer says, or else no such tier."""
     nvme_bytes: int | None = None
-    """What the tier may hold; None: as much as the disks have."""
+    """Bytes that the tier may hold; None: as much as the disks have."""
     nvme_offload_fraction: float | None = None
     """Share of the optimizer state that goes there at least; None: what the host cannot hold."""
     nvme_verify: bool = True
     keep_fp32: tuple[str | type[nn.Module], ...] = ()
-    """What stays float32 in a 16-bit precision: patterns of names, or classes of modules."""
+    """Parameters that stay float32 in 16-bit precisions: patterns of names, or classes."""
     gather_embeddings: bool = False
     """Whether embeddings stay at home, where forward reads the rows that it looks up."""
     tile_logits: TileLogits = "auto"
     """Whether, or in how many rows at once, the loss computes the logits."""
     activations: Activations = "keep"
-    """Of the model's blocks: kept until backward, or computed again there."""
+    """Treatment of what the model's blocks save for backward."""
     activations_by_default: bool = False
     """Whether castor chose "auto" where nobody asked: what that cannot do stays as it is."""
     zero_stage: ZeroStage = "auto"
-    """What several ranks keep parts of at least."""
+    """ZeRO stage that several ranks run at least."""
     extra_dp_size: int = 1
     """Copies of the weights that they keep in parts."""
     device: str = "cpu"
-    """Where the model computes: "cpu" or a GPU such as "cuda:0"."""
+    """Device that the model computes on: "cpu" or a GPU such as "cuda:0"."""
 
     def __post_init__(self) -> None:
         _choice("placement_policy", self.placement_policy, get_args(PlacementPolicy))

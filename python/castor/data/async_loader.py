@@ -95,10 +95,10 @@ class AsyncLoader:
         self._lane: CopyLane | None = None
         make_resumable(loader)
         self.loader: Any = loader
-        """What is read."""
+        """The loader that is read."""
         self._position = _Position()
         self._left: ReadAhead | None = None
-        """Of a loader that is an iterator: what it has given is not there a second time."""
+        """Batches read from a loader that is an iterator, which gives nothing twice."""
         self._latest: weakref.ref[_Batches] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -118,7 +118,7 @@ class AsyncLoader:
         return batches
 
     def __len__(self) -> int:
-        """That of the loader; TypeError where it has none."""
+        """The length of the loader; TypeError where it has none."""
         return len(self.loader)
 
     @property
@@ -162,11 +162,11 @@ class AsyncLoader:
 
     @property
     def position_class(self) -> str:
-        """Whose words state_dict speaks, by class."""
+        """Name of the class that has written state_dict."""
         return type(self.loader).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stood when the batch handed out last had been read.
+        """The loader's position behind the batch that was handed out last.
 
         Raises:
             UsageError: The loader does not know.
@@ -202,7 +202,7 @@ class AsyncLoader:
             )
 
     def _end(self) -> None:
-        """Of the iteration under way."""
+        """Ends the iteration under way."""
         batches = self._latest() if self._latest else None
         if batches is not None:
             batches.close()
@@ -210,7 +210,7 @@ class AsyncLoader:
 
 @dataclass
 class _Position:
-    """Where the loader stood at the batch handed out last; None: ask it."""
+    """The loader's position at the batch handed out last; None: ask the loader."""
 
     state: Any = None
 

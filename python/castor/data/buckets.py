@@ -20,7 +20,7 @@ PADS: Mapping[str, int] = {
     "decoder_input_ids": 0,
     "decoder_attention_mask": 0,
 }
-"""What pads tensors of [batch, length] that nobody has said it of."""
+"""Padding values of tensors of [batch, length] for which the user gives none."""
 _LENGTH = 1
 """The dimension that is padded."""
 

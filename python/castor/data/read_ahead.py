@@ -22,17 +22,17 @@ _GENERATORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What one read gave."""
+    """The outcome of one read."""
 
     batch: Any = None
     arrived: Any = None
-    """What a CopyLane needs to receive it."""
+    """Handle by which a CopyLane receives the batch."""
     error: BaseException | None = None
-    """What it raised instead of a batch."""
+    """Exception that the loader raised instead of giving a batch."""
     ended: bool = False
     """There is no further batch."""
     position: Any = None
-    """Where the loader stood after it, where it knows."""
+    """The loader's position after the batch, where it has one."""
 
 
 class ReadAhead:
@@ -54,7 +54,7 @@ class ReadAhead:
         self._depth = depth
         self._what = what
         self.process = os.getpid()
-        """That made it, and has the thread."""
+        """Process that made the reader, and has its thread."""
         self._changed = threading.Condition()
         # Guarded by _changed while there is a thread.
         self._ready: deque[Reading] = deque()

@@ -1,4 +1,4 @@
-"""What the doctor looks at: versions, processor, memory, kernel settings, measured bandwidths."""
+"""The facts of `castor doctor`: versions, processor, memory, kernel, measured bandwidths."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class NumaNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What was found; None where something does not exist or has no limit."""
+    """Facts of a machine; None where something does not exist or has no limit."""
 
     castor: str
     torch: str
     python: str
     compiler: str
-    """That castor._C was built with."""
+    """Compiler of castor._C."""
     hwloc: str
     """Its version, or "none"."""
     jemalloc: str
@@ -77,27 +77,27 @@ class Facts:
     adam_isa: str
     """Instruction set that Adam's dispatch takes: "baseline", "avx2" or "avx512"."""
     num_cpus: int
-    """That the machine has online."""
+    """Processors that the machine has online."""
     num_usable_cpus: int
-    """That this process may run on (affinity mask)."""
+    """Processors that this process may run on (affinity mask)."""
     cpu_quota: float | None
     """Cores' worth of time that the cgroup grants."""
     torch_threads: int
     load: float
-    """Of the last minute, before anything was measured."""
+    """Load average of the last minute, before anything was measured."""
     memory_bytes: int
     available_bytes: int
-    """That the machine could give now."""
+    """Memory that the machine could give now."""
     memory_limit_bytes: int | None
-    """That the cgroup grants."""
+    """Memory that the cgroup grants."""
     usable_bytes: int
-    """That GeminiPlugin's budgets come to by default, in this memory."""
+    """Sum of GeminiPlugin's default budgets in this memory."""
     numa_nodes: tuple[NumaNode, ...] | None
     """None without hwloc."""
     ranks: tuple[RankPlace, ...] | None
-    """Where castor run would have those that were asked for compute; empty: anywhere."""
+    """Cores and nodes that `castor run` would give to as many ranks; empty: any."""
     host_arena: str
-    """Where the host tier takes its memory from."""
+    """Source of the host tier's memory."""
     huge_pages: str | None
     """Setting of transparent huge pages: "always", "madvise" or "never"."""
     io_uring: str | None
@@ -113,10 +113,10 @@ class Facts:
     copy_bytes_per_second: float
     """Copy between host and CPU device, each byte counted once."""
     gpu_h2d_bytes_per_second: float | None
-    """Of the first GPU, from pinned memory."""
+    """Bandwidth from pinned memory to the first GPU."""
     gpu_d2h_bytes_per_second: float | None
     nvme: NvmePath | None
-    """Of the directory that was asked for."""
+    """Facts of the directory that was asked for."""
 
 
 def gather(*, nvme: str | os.PathLike[str] | None = None, nproc: int | None = None) -> Facts:

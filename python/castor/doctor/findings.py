@@ -1,4 +1,4 @@
-"""What the doctor makes of the facts: one finding each, and what to change where speed is lost."""
+"""The findings of `castor doctor`: one for each fact, with what to change where speed is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Finding:
     name: str
     value: str
     change: str | None = None
-    """What costs speed, and what to do; None if nothing does."""
+    """Cause of lost speed, and the remedy; None if nothing is lost."""
 
 
 def findings(facts: Facts) -> list[Finding]:

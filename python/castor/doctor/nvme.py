@@ -1,4 +1,4 @@
-"""What the doctor measures of a directory that is to be the NVMe tier."""
+"""Measures a directory that is to be the NVMe tier."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class NvmePath:
     file: str
     """The file that was measured on, and how it is opened: O_DIRECT, or buffered and why."""
     engine: str
-    """What the I/O engine says of itself."""
+    """Name and settings of the I/O engine."""
     free_bytes: int
-    """That this user may take, before the file was made."""
+    """Free bytes for this user, before the file was made."""
     block_bytes: int
     """With `depth`, the setting with the least memory in flight within 5% of the best mixed
     bandwidth: what `castor io-bench` suggests."""

@@ -48,7 +48,7 @@ _OVERRIDDEN = (
     "load_state",
 )
 _RANKS_OF_CASTOR = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""Of accelerate: one process, or several that would get a copy of the model each."""
+"""Kinds of accelerate with one process, or with several that each get a replica."""
 _CLIPS = "accelerator.clip_grad_norm_ clips"
 
 
@@ -83,7 +83,7 @@ def accelerator(base: type[AnyAccelerator], plugin: GeminiPlugin) -> type[AnyAcc
 def accelerator_of_settings(
     base: type[AnyAccelerator], settings: Mapping[str, Any]
 ) -> type[AnyAccelerator]:
-    """As `accelerator`, of the plugin's arguments; those not given follow the Accelerator's.
+    """Makes `accelerator` of the plugin's arguments; those not given follow the Accelerator's.
 
     Precision is theirs (`mixed_precision="bf16"`, else fp32), and the device the CPU where they say
     `cpu=True`. All that were given or followed are written to castor.json in `project_dir`, where
@@ -154,7 +154,7 @@ def _unscale_gradients(accelerator: Any, optimizer: Any = None) -> None:
 
 @contextmanager
 def wrapping_as_castor(accelerator: Any) -> Iterator[None]:
-    """What is prepared stays where it is; on several ranks castor's DDP is around it."""
+    """Keeps prepared models on their device; on several ranks castor's DDP wraps them."""
     placing, torchs = accelerator.device_placement, parallel.DistributedDataParallel
     accelerator.device_placement = False
     vars(parallel)["DistributedDataParallel"] = DistributedDataParallel
@@ -201,7 +201,7 @@ class _OnCastor(OnCastor):
 
     @property
     def mixed_precision(self) -> str:
-        """As accelerate calls what the plugin computes in."""
+        """The plugin's precision, by accelerate's name."""
         return "no" if self._precision == "fp32" else self._precision
 
     def prepare(self, *args: Any, **keywords: Any) -> Any:
@@ -313,7 +313,7 @@ class _OnCastor(OnCastor):
             self._optimizers, self._models = optimizers, models
 
     def _newest(self) -> Path:
-        """Of the directories that save_state has named itself; as accelerate finds it."""
+        """Returns the newest of the directories that save_state has named, as accelerate does."""
         project = self.project_configuration
         if not project.automatic_checkpoint_naming:
             raise UsageError(
@@ -325,7 +325,7 @@ class _OnCastor(OnCastor):
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """What prepare was given, of what it returned."""
+    """Returns the model that prepare was given for the one that it returned."""
     wrapper = wrapper_of(model)
     return model if wrapper is None else wrapper.module
 

@@ -1,4 +1,4 @@
-"""What the adapters of frameworks share; needs none of them."""
+"""Code that the adapters of frameworks share; it needs none of the frameworks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OnCastor:
     """Whether a model and an optimizer have been boosted in any loop of this process."""
     castor: Booster
     _castor_plugin_for: Callable[..., GeminiPlugin]
-    """Of what the framework was asked for, when one is made."""
+    """Makes the plugin of what the framework was asked for."""
 
     def _boost_with(self, model: nn.Module, *optimizers: Optimizer) -> None:
         boost(self.castor, model, optimizers)

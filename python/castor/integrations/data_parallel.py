@@ -107,13 +107,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter."""
+        """Device of the first parameter."""
         first: nn.Parameter = next(self.module.parameters())
         return first.device
 
     @property
     def device_type(self) -> str:
-        """Of the first parameter."""
+        """Device type of the first parameter."""
         return self.device.type
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _after_forward(self) -> None:
-        """What a backward does is said when its forward is over, as torch's class has it."""
+        """Decides at the end of a forward what its backward does, as torch's class does."""
         self.synchronise_as_asked()
         self.require_forward_param_sync = (
             torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -207,7 +207,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     @contextmanager
     def keeping_its_buffers(self) -> Iterator[None]:
-        """What castor shares at boost and torch's class would not stays each rank's own."""
+        """Leaves to each rank the buffers that castor shares and torch's class does not."""
         shared = set(self._shared_buffers()) if self.broadcast_buffers else ()
         own = {
             name: buffer.detach().clone()

@@ -39,7 +39,7 @@ _DDP: dict[str, dict[str, Any]] = {
 }
 """Names of Lightning's strategies that castor's takes the place of, on several ranks."""
 _OPTIMIZER = "castor_optimizer"
-"""Of a checkpoint, under optimizer_states: the name of the directory beside it."""
+"""Key of a checkpoint's optimizer_states for the name of the directory beside the checkpoint."""
 
 
 class CastorStrategy(Strategy):  # type: ignore[misc]
@@ -123,7 +123,7 @@ class CastorStrategy(Strategy):  # type: ignore[misc]
         boost(self.castor, root, optimizers)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What a checkpoint has of it; save_checkpoint names the directory."""
+        """Returns the optimizer's entry in a checkpoint; save_checkpoint adds the directory."""
         if not boosted(optimizer):
             state: dict[str, Any] = super().optimizer_state(optimizer)
             return state
@@ -217,7 +217,7 @@ class CastorStrategy(Strategy):  # type: ignore[misc]
 
 
 class _ProcessStrategy(CastorStrategy, SingleDeviceStrategy):  # type: ignore[misc]
-    """Of one process."""
+    """Strategy of one process."""
 
     def __init__(self, plugin: GeminiPlugin, **options: Any) -> None:
         check_plugin(plugin, _CLIPS)
@@ -233,7 +233,7 @@ class _ProcessStrategy(CastorStrategy, SingleDeviceStrategy):  # type: ignore[mi
 
 
 class _RanksStrategy(CastorStrategy, DDPStrategy):  # type: ignore[misc]
-    """Of one of several ranks: what goes between them beside gradients is Lightning's."""
+    """Strategy of several ranks, which exchange all but gradients by Lightning's own means."""
 
     def __init__(self, plugin: GeminiPlugin, **options: Any) -> None:
         check_plugin(plugin, _CLIPS)
@@ -274,7 +274,7 @@ class _RanksStrategy(CastorStrategy, DDPStrategy):  # type: ignore[misc]
             yield
 
     def teardown(self) -> None:
-        """As of one process."""
+        """Ends as the strategy of one process does."""
         self.cluster_environment.teardown()
         super().teardown()
 
@@ -345,7 +345,7 @@ def _on_castor(settings: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, 
 
 
 def _options_of(strategy: DDPStrategy) -> dict[str, Any]:
-    """What a script has given to Lightning's own."""
+    """Returns the options that a script gave to Lightning's own strategy."""
     return {
         **strategy._ddp_kwargs,
         "ddp_comm_hook": strategy._ddp_comm_hook,
@@ -356,7 +356,7 @@ def _options_of(strategy: DDPStrategy) -> dict[str, Any]:
 
 
 class _Root(nn.Module):
-    """What is boosted: a module whose forward is a step of the LightningModule's."""
+    """The module that is boosted; its forward is a step of the LightningModule."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

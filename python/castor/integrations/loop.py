@@ -52,7 +52,7 @@ class Loops:
             weakref.WeakKeyDictionary()
         )
         self._shared: list[weakref.ref[Engine]] = []
-        """Of models that several ranks train, in the order in which all have boosted them."""
+        """Engines of models that several ranks train, in the order of their boost."""
         self._call: Callable[..., Any] = nn.Module.__call__
         self._to: Callable[..., Any] = nn.Module.to
 

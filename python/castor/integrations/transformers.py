@@ -29,9 +29,9 @@ from castor.plugins import GeminiPlugin
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 _OPTIMIZER = "castor_optimizer"
-"""Of a Trainer's checkpoint, where the boosted optimizer is."""
+"""Directory of a Trainer's checkpoint that holds the boosted optimizer."""
 _TORCHS_OPTIMIZER = "optimizer.pt"
-"""Where a plain Trainer looks: without that file it would begin with a new optimizer."""
+"""File that a plain Trainer looks for; without it the Trainer would begin with a new optimizer."""
 _SCHEDULER = "scheduler.pt"
 _OVERRIDDEN = (
     "create_accelerator_and_postprocess",
@@ -73,7 +73,7 @@ def trainer(base: type[AnyTrainer], plugin: GeminiPlugin) -> type[AnyTrainer]:
 
 
 def trainer_of_settings(base: type[AnyTrainer], settings: Mapping[str, Any]) -> type[AnyTrainer]:
-    """As `trainer`, of the plugin's arguments; those that are not given follow TrainingArguments.
+    """Makes `trainer` of the plugin's arguments; those that are not given follow TrainingArguments.
 
     Precision is theirs (`bf16=True`, else fp32), and the device the CPU where they say `use_cpu`.
     A Trainer writes all that were given or followed to castor.json in its output directory.
@@ -137,7 +137,7 @@ class _OnCastor(OnCastor):
     def place_model_on_device(self, _: bool) -> None: ...
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; nothing else shards the model."""
+        """Makes the Trainer's accelerator, and checks that nothing else shards the model."""
         self._super.create_accelerator_and_postprocess()
         check_unsharded(self.accelerator.distributed_type, "the Trainer", "its arguments")
         plugin: Any = self.castor.plugin

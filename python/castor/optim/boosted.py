@@ -129,7 +129,7 @@ class BoostedOptimizer(Optimizer):
         shown.show_loaded(self, [param for param, entry in entries if entry])
 
     def __copy__(self) -> Optimizer:
-        """As torch's: another object over the same parameters, groups and state."""
+        """Makes another object over the same parameters, groups and state, as torch does."""
         twin = type(self).__new__(type(self))
         own = self.__getstate__()
         own["_castor"] = self._castor
@@ -270,7 +270,7 @@ def boost_optimizer(optimizer: Optimizer, driver: StepDriver) -> None:
 
 
 def track_step(optimizer: Optimizer) -> None:
-    """What a learning-rate scheduler made before boost did to the old step: tell it of steps."""
+    """Tells a learning-rate scheduler that was made before boost of steps, as the old step did."""
     reference = weakref.ref(optimizer)
     function = type(optimizer).step
 

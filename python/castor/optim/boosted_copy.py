@@ -25,7 +25,7 @@ def ordinary_copy(
     fused: bool,
     memo: dict[int, Any],
 ) -> Optimizer:
-    """What copy.deepcopy makes of a boosted optimizer.
+    """Makes the ordinary optimizer that copy.deepcopy gives for a boosted one.
 
     Args:
         optimizer: The boosted one.

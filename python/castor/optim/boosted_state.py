@@ -27,7 +27,7 @@ Entries = list[tuple[torch.Tensor, dict[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class StateChoice:
-    """What plugin, optimizer and precision come to."""
+    """The state format and seed that follow from plugin, optimizer and precision."""
 
     state_format: StateFormat
     seed: int
@@ -146,14 +146,14 @@ class StoredState(dict[str, Any]):
         return OrderedDict, (), None, None, iter(self.loaded().items())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As a dict's; a moment is read."""
+        """Returns a value as dict does; a moment is read from its storage."""
         try:
             return self[key]
         except KeyError:
             return default
 
     def pop(self, key: str, *default: Any) -> Any:
-        """As a dict's; UsageError for a moment, see __delitem__."""
+        """Removes a value as dict does; UsageError for a moment, see __delitem__."""
         if key not in self:
             return super().pop(key, *default)
         value = self[key]
@@ -161,12 +161,12 @@ class StoredState(dict[str, Any]):
         return value
 
     def popitem(self) -> tuple[str, Any]:
-        """As a dict's; UsageError for a moment, see __delitem__."""
+        """Removes a value as dict does; UsageError for a moment, see __delitem__."""
         key = list(self)[-1]
         return key, self.pop(key)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """As a dict's; a moment is read."""
+        """Returns a value as dict does; a moment is read from its storage."""
         if key not in self:
             self[key] = default
         return self[key]

@@ -72,4 +72,4 @@ def _check_optimizer(optimizer: Optimizer, rule: FusedRule | None, config: Gemin
 
 
 _WITHOUT = "without amsgrad and differentiable, one kind a model"
-"""Of the classes that run fused: which of their options do."""
+"""Options with which the fused classes run fused."""

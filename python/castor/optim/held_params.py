@@ -19,7 +19,7 @@ _NAMED = 3
 def held_params(
     model: nn.Module, optimizers: Sequence[Optimizer], rules: Sequence[FusedRule | None]
 ) -> dict[torch.Tensor, bool]:
-    """What the optimizers update, and whether by a rule; warns of what they do not.
+    """Maps the parameters that optimizers update to whether a rule does; warns of the others.
 
     Raises:
         UsageError: They hold parameters that the model lacks, or two hold the same one.

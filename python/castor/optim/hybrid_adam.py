@@ -110,7 +110,7 @@ class HybridAdam(Optimizer):
         self.requested_state: tuple[str | None, int | None] = (optim_state_format, seed)
         """Format and seed as they were given; booster.boost looks at this."""
         self.requested_nvme = (nvme_offload_fraction, nvme_offload_dir)
-        """As requested_state."""
+        """The arguments that were given for NVMe."""
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -209,7 +209,7 @@ class HybridAdam(Optimizer):
         }
 
     def format_of(self, param: torch.Tensor) -> str:
-        """How the state of a parameter is kept: a float32 one has no master to split."""
+        """Returns the state format of a parameter; a float32 one has no master to split."""
         return "fp32" if param.dtype == torch.float32 else self.optim_state_format
 
     def _has_bfloat16(self) -> bool:

@@ -1,4 +1,4 @@
-"""What is said of gradients that are not finite."""
+"""Messages about gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from castor.errors import NonFiniteGradientError
 
 
 def nonfinite_error(name: str, norm: float | None) -> NonFiniteGradientError:
-    """Of a step that nonfinite="raise" refuses.
+    """Makes the error of a step that nonfinite="raise" refuses.
 
     Args:
         name: Of a parameter with such a gradient.
@@ -22,7 +22,7 @@ def nonfinite_error(name: str, norm: float | None) -> NonFiniteGradientError:
 
 
 def warn_of_skip(name: str, what_next: str = "", *, stacklevel: int) -> None:
-    """Of the first step that is left out.
+    """Warns of the first step that is left out.
 
     Args:
         name: Of a parameter with such a gradient.

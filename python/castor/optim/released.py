@@ -19,7 +19,7 @@ from castor.runtime.rules import MASTER
 
 @dataclass(frozen=True, kw_only=True)
 class RunCounts:
-    """What a run has counted so far, for a model whose chunks are laid out anew."""
+    """Counters of a run, carried over when a model's chunks are laid out anew."""
 
     steps: int
     skipped_steps: int

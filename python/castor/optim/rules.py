@@ -16,7 +16,7 @@ _OWN: dict[str, type[Optimizer]] = {"HybridAdam": HybridAdam, "Lion": Lion}
 
 
 def rules_of(optimizers: Sequence[Optimizer], device: str) -> list[FusedRule | None]:
-    """What runs each of the optimizers of one model, None where it is its own step.
+    """Returns the rule that runs each optimizer of one model; None where it runs its own step.
 
     The chunks of a model have one rule: that which computes most of the optimizers exactly, of
     several the first. On a GPU it is Adam's, of which alone there are kernels.

@@ -19,7 +19,7 @@ _MOMENT_TYPES = {
     "split_int8": torch.uint8,
 }
 ROUNDING_FORMATS = frozenset({"split_bf16", "split_int8"})
-"""Those whose moments are rounded, by random numbers that a seed gives."""
+"""Formats whose moments are rounded, by random numbers that a seed gives."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OWN = frozenset({"remainder", "scales"})

@@ -1,4 +1,4 @@
-"""What a step makes of gradients: unscale, check, clip, apply the optimizers' rules."""
+"""The step of boosted optimizers: unscale, check and clip gradients, and apply the rules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from castor.runtime.rules import FusedRule, RuleGroup
 
 
 class ModelStep:
-    """What the optimizers of one model share of a step: the gradients, checked and clipped once.
+    """The part of a step that optimizers of one model share: one check and clip of gradients.
 
     The first optimizer that steps after a pass does that for all of them, and ends the step. Those
     that step before the next pass take what it found.
@@ -92,7 +92,7 @@ class ModelStep:
 
     @property
     def seed(self) -> int:
-        """Of the stochastic rounding of moments."""
+        """Seed of the stochastic rounding of moments."""
         return self._seed
 
     @seed.setter
@@ -101,7 +101,7 @@ class ModelStep:
         self.engine.session.set_rounding(seed, self._streams)
 
     def scale_for(self, driver: StepDriver, optimizer: Optimizer) -> float | None:
-        """What the driver's update multiplies each gradient with; None: the step is skipped.
+        """Returns the factor of each gradient in the driver's update; None: the step is skipped.
 
         Raises:
             UsageError: Ranks step with different options, or have changed gradients differently.
@@ -236,7 +236,7 @@ class StepDriver:
         rule: FusedRule | None,
         position: int | None,
     ) -> None:
-        """Of an optimizer that is about to be boosted.
+        """Drives an optimizer that is about to be boosted.
 
         Args:
             optimizer: Over the model's parameters.
@@ -267,7 +267,7 @@ class StepDriver:
 
     @property
     def checksums(self) -> dict[str, int]:
-        """What ranks have to have edited alike, beside the options of groups."""
+        """Checksums of the edits that all ranks have to make, beside the options of groups."""
         return {
             "the checksum of the parameters in optimizer.param_groups": self._members.digest,
             "the checksum of what was edited in optimizer.state": self._edited_states,
@@ -280,17 +280,17 @@ class StepDriver:
 
     @property
     def num_optimizers(self) -> int:
-        """Of the model."""
+        """Number of the model's optimizers."""
         return self.model_step.num_optimizers
 
     @property
     def scaler(self) -> LossScaler | None:
-        """Of fp16's losses."""
+        """Scaler of fp16's losses."""
         return self.model_step.scaler
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of the next backward is multiplied with."""
+        """Factor of the loss of the next backward."""
         return self.scaler.scale if self.scaler else 1.0
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -501,7 +501,7 @@ class StepDriver:
 
 
 def _frames_of_step() -> int:
-    """How many frames of castor and torch lie between the caller of this and the user's step()."""
+    """Counts the frames of castor and torch between the caller of this and the user's step()."""
     own = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
     frame, count = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
@@ -510,7 +510,7 @@ def _frames_of_step() -> int:
 
 
 def _options_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Those that are numbers or flags, by how a loop writes them."""
+    """Returns the options that are numbers or flags, by the expression that reads them."""
     options = {}
     for g, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
@@ -541,7 +541,7 @@ def _agree(
 
 
 def _options_differ(rank: int, first: dict[str, Any], theirs: dict[str, Any]) -> UsageError:
-    """What rank 0 and another step with."""
+    """Makes the error of ranks that step with different options."""
     names = [*first, *theirs]
     name = next(name for name in names if first.get(name) != theirs.get(name))
     return UsageError(
@@ -559,4 +559,4 @@ def _same_norm(one: float, other: float) -> bool:
 
 
 _SAME_NORM = 1e-4
-"""What other orders of a norm's sums may come to, and more."""
+"""Relative difference of two norms above which they are not one norm summed in two orders."""

@@ -25,7 +25,7 @@ Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class TorchStep:
-    """What the optimizers of one model do around their steps, through torch's step hooks.
+    """Runs castor's part of the steps of one model's optimizers, through torch's step hooks.
 
     As ModelStep: gradients are checked and clipped once, all together, in the first step after a
     pass.
@@ -135,19 +135,19 @@ class TorchStep:
         self._aside = []
 
     def _first_nonfinite(self) -> str:
-        """Of those that this rank has."""
+        """Names the first non-finite gradient of this rank."""
         named = zip(self._boosted.names, self._boosted.params, strict=True)
         bad = (n for n, p in named if p.grad is not None and not here(p.grad).isfinite().all())
         return next(bad, "? (another rank has it)")
 
 
 def torch_step_of(optimizer: Optimizer) -> TorchStep | None:
-    """Of an optimizer that was boosted with one of torch's own plugins."""
+    """Returns the step of an optimizer that was boosted with one of torch's own plugins."""
     return _steps.get(optimizer)
 
 
 def step_of(optimizer: Optimizer) -> BoostedStep | None:
-    """Of a boosted optimizer, whoever steps it; None: it is not boosted."""
+    """Returns the step of a boosted optimizer, whoever runs it; None: it is not boosted."""
     driver: BoostedStep | None = getattr(optimizer, "_castor", None)
     return driver or torch_step_of(optimizer)
 

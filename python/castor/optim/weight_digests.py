@@ -14,14 +14,14 @@ TURNS = 8
 
 
 class WeightDigests:
-    """Of what an optimizer's own step leaves, step by step.
+    """Digests of the weights after each step of an optimizer that runs its own.
 
     A step looks at an eighth of each weight, the next one at the next eighth: weights that have
     drifted apart stay apart, so ranks see it within eight steps, for an eighth of the reads.
     """
 
     def __init__(self, session: _C.Session, index_of: Mapping[Any, int]) -> None:
-        """Of one optimizer.
+        """Follows the weights of one optimizer.
 
         Args:
             session: Of the model, which compares them with the other ranks'.

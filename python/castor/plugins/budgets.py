@@ -15,12 +15,12 @@ _budgets: weakref.WeakKeyDictionary[object, _C.SharedBudgets] = weakref.WeakKeyD
 
 
 def nvme_bytes(config: GeminiConfig) -> int:
-    """What a plugin's models may take of NVMe."""
+    """Returns the bytes of NVMe that a plugin's models may take."""
     return _ALL_OF_THE_DISKS if config.nvme_bytes is None else config.nvme_bytes
 
 
 def budgets_of(plugin: object, config: GeminiConfig) -> _C.SharedBudgets:
-    """Those of a plugin, for one more model.
+    """Returns the budgets of a plugin, for one more model.
 
     Args:
         plugin: Whose models share them.

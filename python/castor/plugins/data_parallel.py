@@ -1,4 +1,4 @@
-"""What several ranks need before they train one model together."""
+"""Checks and set-up of several ranks that train one model together."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def loader_of_rank(
 
 
 def describe_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """What has to be the same on every rank, by its name in a message."""
+    """Returns the facts that have to be equal on every rank, by their names in messages."""
     names = {param: name for name, param in model.named_parameters()}
     groups = [  # numbers and flags, and how many parameters each has
         {

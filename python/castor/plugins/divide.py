@@ -1,4 +1,4 @@
-"""What of a model several ranks divide among themselves, and what has to hold before."""
+"""The division of a model among ranks, and the checks that come before."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Divided:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """How ranks divide a model into stages."""
+    """The division of a model into pipeline stages."""
 
     size: int
     """Ranks; 1: the model is whole, and batches are divided alone."""
@@ -113,7 +113,7 @@ class Division:
     """Sequences."""
     sequence_mode: Mode = "all_to_all"
     plan: Plan | None = None
-    """How layers are; None: as castor or transformers knows it."""
+    """Tensor-parallel plan; None: castor's or transformers' own."""
     loss: bool = False
     """Whether the loss is computed of each rank's part of the vocabulary."""
     tokens_between_layers: bool = False
@@ -123,7 +123,7 @@ class Division:
 
     @property
     def ranks(self) -> int:
-        """That take the same data."""
+        """Number of ranks that take the same data."""
         return self.tensor_size * self.sequence_size * self.num_ranks_of_stages
 
     @property
@@ -133,16 +133,16 @@ class Division:
 
     @property
     def num_ranks_of_layers(self) -> int:
-        """That have the parts, or the experts, of each layer."""
+        """Number of ranks that shard each layer, or its experts."""
         return max(self.tensor_size, self.expert_size)
 
     @property
     def num_ranks_of_stages(self) -> int:
-        """That have the stages of a model."""
+        """Number of ranks that have the stages of a model."""
         return self.stages.size if self.stages else 1
 
     def layout(self) -> RankLayout:
-        """Of all ranks. Collective.
+        """Makes the layout of all ranks. Collective.
 
         Raises:
             UsageError: Their number does not fit.

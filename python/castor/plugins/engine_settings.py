@@ -1,4 +1,4 @@
-"""What GeminiPlugin's settings mean to the runtime."""
+"""Translates GeminiPlugin's settings for the runtime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from castor.runtime.rules import FusedRule
 
 
 def _of_rank(directory: Path, layout: RankLayout) -> Path:
-    """Where a rank's scratch file goes: each has a directory of its own.
+    """Returns the directory of a rank's scratch file: each rank has its own.
 
     Raises:
         IoError: It cannot be made.
@@ -42,7 +42,7 @@ def engine_settings(
     budgets: _C.SharedBudgets,
     reads: str,
 ) -> EngineSettings:
-    """What the engine is told.
+    """Makes the settings of the engine.
 
     Args:
         config: Its optim_state_format is what the user said, not what was chosen.

@@ -194,7 +194,7 @@ class GeminiPlugin:
     """
 
     _division = Division()
-    """Of the model among ranks."""
+    """Division of the model among ranks."""
 
     def __init__(
         self,

@@ -174,7 +174,7 @@ class HybridParallelPlugin(GeminiPlugin):
 def _layout_of(
     plan: str | os.PathLike[str], given: Mapping[str, Any], gemini: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a plan says of these arguments, and of GeminiPlugin's, where it is put.
+    """Returns the arguments of this plugin and of GeminiPlugin that a plan sets.
 
     Raises:
         ValueError: One is given as well.
@@ -222,7 +222,7 @@ def _stages(
     *,
     layers: Sequence[int] | None,
 ) -> Stages | None:
-    """How pp_size divides the model; None: it does not.
+    """Returns the division into stages by pp_size; None: there is one stage.
 
     Raises:
         TypeError, ValueError: An argument is wrong, or two contradict each other.

@@ -1,4 +1,4 @@
-"""What the arguments `device`, `device_memory` and `host_memory` of a plugin mean here."""
+"""Resolves `device`, `device_memory` and `host_memory` of a plugin on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castor.errors import UsageError
 from castor.runtime.launched import rank_of_node, ranks_of_node
 
 _USABLE_SHARE = 0.95
-"""Of the free memory of a GPU: what its allocator cannot use for fragmentation is in the rest."""
+"""Share of a GPU's free memory in the default budget; the rest is for fragmentation."""
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -73,7 +73,7 @@ def named_device(device: str | torch.device | None) -> torch.device:
 
 
 def _own_gpu() -> int:
-    """That of this process, where nobody has said which.
+    """Returns the GPU of this process where none was named.
 
     Raises:
         UsageError: The machine has fewer than ranks.

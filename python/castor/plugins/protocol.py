@@ -1,4 +1,4 @@
-"""What every way to train is to Booster."""
+"""The interface of all plugins to Booster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Plugin(Protocol):
 
 
 def list_of_optimizers(given: Any) -> list[Optimizer]:
-    """What boost was given: none, one or several.
+    """Returns the optimizers that boost was given as a list: none, one or several.
 
     Raises:
         TypeError: It is something else.

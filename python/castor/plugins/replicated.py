@@ -23,7 +23,7 @@ class CastingForward(OwnForward):
     """A model's forward under autocast."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        """Of the forward that the model has now.
+        """Wraps the forward that the model has now.
 
         Args:
             model: Has parameters on the CPU.
@@ -35,7 +35,7 @@ class CastingForward(OwnForward):
         self.__signature__ = inspect.signature(model.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the forward gives."""
+        """Returns what the wrapped forward returns."""
         with self._casting():
             return self._forward(*args, **kwargs)
 
@@ -122,7 +122,7 @@ class ReplicatedForward(CastingForward):
         self._boosted = boosted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the forward gives."""
+        """Returns what the wrapped forward returns."""
         with self._casting():
             if not torch.is_grad_enabled():
                 return self._forward(*args, **kwargs)

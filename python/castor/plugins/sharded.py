@@ -80,7 +80,7 @@ class ShardedModel(TorchModel):
 
 
 def groups_of(model: nn.Module) -> list[nn.Module]:
-    """What is gathered at once: blocks that share no parameter, and the model with what is left."""
+    """Returns the modules that are gathered at once: unshared blocks, and the model."""
     owners: dict[nn.Parameter, set[int]] = {}
     blocks = list(find_blocks(model).values())
     inside = {id(module): i for i, block in enumerate(blocks) for module in block.modules()}

@@ -1,4 +1,4 @@
-"""What the plugins of torch's own classes have in common."""
+"""Code that the plugins of torch's own classes share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TorchSettings:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """What passes compute in; None: the parameters' own float32."""
+        """Type that passes compute in; None: the parameters' own float32."""
         return torch.bfloat16 if self.precision == "bf16" else None
 
 

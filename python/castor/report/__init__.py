@@ -1,4 +1,4 @@
-"""What a boosted model did with memory and time: a page, a trace for Perfetto, a text.
+"""Reports of a boosted model's memory and time: a page, a trace for Perfetto, a text.
 
 `write_html(path, booster)` writes one self-contained page, `write_trace(path, booster)` the last
 step as Chrome trace events, and `summary(booster)` returns text for a terminal. Each takes a

@@ -77,7 +77,7 @@ def embedded_json(data: object) -> str:
 
 
 def page_data(source: Source) -> dict[str, Any]:
-    """What the page's script draws. Times are ns, sizes bytes; tables are columns."""
+    """Returns the data that the page's script draws: ns, bytes, and tables as columns."""
     step, memory = source.step, source.memory
     samples, on_device = step.memory(), step.on_device()
     return {

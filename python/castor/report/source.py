@@ -1,4 +1,4 @@
-"""Where a report's figures come from, whatever form they are shown in."""
+"""The source of a report's figures, for every form in which they are shown."""
 
 from __future__ import annotations
 

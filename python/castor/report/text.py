@@ -9,7 +9,7 @@ from castor.report.source import source_of
 
 
 def summary(target: Booster | nn.Module, *, width: int = 100) -> str:
-    """What the model did with memory and time so far, and where the last step waited.
+    """Describes the model's memory and time so far, and the waits of the last step.
 
     Args:
         target: A Booster (the model it boosted last) or a boosted model.

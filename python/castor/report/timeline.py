@@ -41,20 +41,20 @@ class Transfer(NamedTuple):
     chunk: int
     start_ns: int
     submit_ns: int
-    """How long the step was held up when the copy began."""
+    """Time that the step was held up when the copy began."""
     wait_ns: int
-    """How long the first use of the chunk waited for the rest."""
+    """Time that the first use of the chunk waited for the rest."""
     bytes: int
     """Copied; 0 for a chunk whose home was up to date."""
 
     @property
     def stall_ns(self) -> int:
-        """How long the step was held up in all."""
+        """Time that the step was held up in all."""
         return self.submit_ns + self.wait_ns
 
 
 class Chunk(NamedTuple):
-    """What a chunk is and where its payloads live."""
+    """A chunk, and the places of its payloads."""
 
     params: list[int]
     capacity_bytes: int
@@ -62,7 +62,7 @@ class Chunk(NamedTuple):
     dtype: str
     trainable: bool
     on_device_bytes: int
-    """What it takes of the device while it lives there for good."""
+    """Device bytes of the chunk while it is resident there."""
     payloads: dict[str, tuple[str, int]]
     """kind -> (tier, bytes), as it is now: after the step."""
 
@@ -88,7 +88,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimeline:
-    """What `_C.Session.timeline` and `chunks` tell, with names for the columns."""
+    """The columns of `_C.Session.timeline` and `chunks`, by name."""
 
     moments: list[Moment]
     transfers: list[Transfer]
