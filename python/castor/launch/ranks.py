@@ -40,7 +40,7 @@ class Ranks:
     join_timeout: float
     """Seconds to wait for the other machines."""
     max_restarts: int
-    """How often all ranks begin again after a failure."""
+    """Number of times that all ranks begin again after a failure."""
     log_dir: Path | None
     """Directory of the output of ranks other than 0; None: a temporary one."""
     bind: bool

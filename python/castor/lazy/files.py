@@ -99,7 +99,7 @@ class LazyFile:
 
 
 class LazySlice:
-    """What safetensors' get_slice gives, lazy."""
+    """A lazy form of what safetensors' get_slice returns."""
 
     def __init__(self, recording: Recording, file: Any, key: str) -> None:
         self._recording = recording

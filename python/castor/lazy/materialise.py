@@ -41,7 +41,7 @@ class Materialisation:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """Those that are to get values."""
+        """The parameters that are to get values."""
         return [param for param, _ in self._params]
 
     def cancel(self) -> None:

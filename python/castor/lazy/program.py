@@ -34,7 +34,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomState:
-    """Where a generator stands before an operation.
+    """The state of a generator before an operation.
 
     `state` is None if it stands where the operation before left it.
     """
@@ -75,7 +75,7 @@ class Operation:
 
 @dataclass(kw_only=True, eq=False)
 class Program:
-    """What happened to lazy tensors, in order.
+    """The operations on lazy tensors, in order.
 
     Random numbers come from the same places of the same streams as in eager execution, because
     every random operation is replayed, in order.
@@ -85,7 +85,7 @@ class Program:
     _markers: dict[torch.Generator, torch.Tensor] = field(default_factory=dict)
 
     def mark(self, function: Any, generator: torch.Generator | None) -> RandomState | None:
-        """Where the generator stands, if `function` draws from one.
+        """Returns the generator's state if `function` draws from one.
 
         The stream is not advanced by what is deferred. Instead one number is drawn, so that a later
         manual_seed shows, even one with the seed that was set before.
@@ -165,7 +165,7 @@ _REPLACING = frozenset(
         torch.ops.aten.zero_.default,
     }
 )
-"""What gives its first argument new values, whatever it held."""
+"""Operations that give their first argument new values, whatever it held."""
 
 
 def trace(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -216,7 +216,7 @@ def _values_of(tensor: LazyTensor, func: Any) -> torch.Tensor:
 
 
 def name_of(func: Any) -> str:
-    """What a user calls an operation of the dispatcher."""
+    """Returns the name by which a user calls an operation of the dispatcher."""
     name = str(getattr(func, "_overloadpacket", getattr(func, "__name__", func)))
     return "item()" if name == "aten._local_scalar_dense" else name
 

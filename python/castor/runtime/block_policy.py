@@ -1,4 +1,4 @@
-"""What a boosted model does about the activations of its blocks, as the engine sees it."""
+"""The policy of a boosted model for its blocks' activations, as the engine sees it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BlockPolicy:
         """
 
     def figures(self) -> BlockFigures:
-        """As they are now."""
+        """The figures so far."""
         return BlockFigures()
 
     def step_ended(self) -> None:

@@ -1,4 +1,4 @@
-"""What is known of a boosted model, whoever trains it: castor's chunks or torch's own classes."""
+"""The record of a boosted model, whether castor's chunks or torch's own classes train it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from castor.runtime.ranks import Peers, Result
 from castor.runtime.report import MemoryReport, TorchReport
 
 _WRAPPED = "_orig_mod"
-"""What torch.compile calls the module that it wraps."""
+"""Name by which torch.compile's wrapper holds the module."""
 
 
 class BoostedModel(Protocol):
-    """What Booster and checkpoints ask of a model that a plugin has configured.
+    """The interface of a boosted model to Booster and checkpoints.
 
     Engine answers for models in chunks, TorchModel for those that torch's own classes train.
     """
@@ -33,7 +33,7 @@ class BoostedModel(Protocol):
 
     @property
     def ranks(self) -> Peers | None:
-        """Those that share the model; None: this process is alone."""
+        """The ranks that share the model; None: this process is alone."""
         ...
 
     @property
@@ -54,11 +54,11 @@ class BoostedModel(Protocol):
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, in rank order; picklable. Collective."""
+        """Returns the picklable values of all ranks, in rank order. Collective."""
         ...
 
     def gather_to_load(self, value: Any) -> list[Any]:
-        """As gather, before a load of every rank."""
+        """Gathers as gather does, before a load of every rank."""
         ...
 
     def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
@@ -86,7 +86,7 @@ class BoostedStep(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of the next backward is multiplied with."""
+        """Factor of the loss of the next backward."""
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -116,12 +116,12 @@ def forget(model: nn.Module) -> None:
 
 
 def all_boosted() -> Sequence[BoostedModel]:
-    """Those of all models that live."""
+    """Returns the records of all boosted models that are alive."""
     return list(_models.values())
 
 
 def boosted_model_of(model: nn.Module) -> BoostedModel:
-    """What is known of a boosted model.
+    """Returns the record of a boosted model.
 
     Raises:
         UsageError: The model is not boosted.
@@ -138,7 +138,7 @@ def model_with(boosted: BoostedModel) -> nn.Module:
 
 
 def boosted_models_holding(model: nn.Module) -> list[BoostedModel]:
-    """Those with parameters of `model`: its own, or that of a model it is part of."""
+    """Returns the records of boosted models that hold parameters of `model`."""
     own, params = compiled_from(model), cache(lambda: set(model.parameters()))
     return [
         boosted

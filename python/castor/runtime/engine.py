@@ -52,15 +52,15 @@ WORKING_DTYPES: dict[Precision, torch.dtype] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What an engine is to be. A plugin makes it of its arguments."""
+    """Settings of an engine, which a plugin makes of its arguments."""
 
     session: _C.SessionOptions
     precision: Precision
-    """That of `session`, as users say it."""
+    """Precision of `session`, by the users' name."""
     rule: FusedRule | None = None
-    """That of `session`; None: an optimizer runs its own step, or there is none."""
+    """Update rule of `session`; None: an optimizer runs its own step, or there is none."""
     device: torch.device
-    """Where the model computes."""
+    """Device that the model computes on."""
     link_bytes_per_second: int = 0
     """CPU device: of an emulated link to it, each way; 0: memory's own bandwidth."""
     gather_embeddings: bool = False
@@ -68,14 +68,14 @@ class EngineSettings:
     trace_file: Path | None = None
     """A trace of this model from an earlier run."""
     nvme_directory: Path | None = None
-    """Of the NVMe tier, the first; None: there is none."""
+    """First directory of the NVMe tier; None: there is no such tier."""
     ranks: Ranks | None = None
-    """Those that share the model; None: this process is alone."""
+    """The ranks that share the model; None: this process is alone."""
     reads: str = ""
     """The process group through which ranks read weights of which each keeps its part, where they
     share no memory; "": they are whole."""
     zero_stage: int = 0
-    """That ranks run at least (Rajbhandari et al. 2020, section 5); 0: any."""
+    """ZeRO stage that ranks run at least (Rajbhandari et al. 2020, section 5); 0: any."""
     extra_dp_size: int = 1
     """Copies of the weights that ranks keep in parts."""
 
@@ -129,7 +129,7 @@ class Engine(Together):
         """Steps that were taken before this process, by the checkpoint it resumed from."""
         self._updated = updated
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """Those that step the parameters, boosted."""
+        """The boosted optimizers that step the parameters."""
         self.updates = 0
         """Steps of an optimizer that this process has taken."""
         self.states_given: list[Any] = []
@@ -151,12 +151,12 @@ class Engine(Together):
         self.positions = weakref.WeakKeyDictionary(
             {module.module: i for i, module in enumerate(spec.modules)}
         )
-        """Of the modules that the session follows, in its order."""
+        """Names of the modules that the session follows, in its order."""
         self.history = StepHistory()
         self.logits = LogitFigures()
         self.blocks = BlockPolicy()
         self.parts: ModelParts | None = None
-        """Where this process has parts of layers; None: they are whole."""
+        """Shards of the layers that this process has; None: it has full layers."""
         self._install_hooks(model, spec)
         convert_buffers(model, self.types, self.device, aliases.tensors)
         self.buffers = RankBuffers(model, self.ranks)
@@ -285,7 +285,7 @@ class Engine(Together):
         warn_of_late_compiles(model, find_blocks(model))
 
     def check_modules(self) -> None:
-        """What is stepped and saved has to be what the model's modules compute with.
+        """Checks that modules compute with the parameters that are stepped and saved.
 
         Raises:
             UsageError: A parameter was deleted from a module since boost, or replaced.

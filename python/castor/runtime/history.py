@@ -1,4 +1,4 @@
-"""What each training step took and gave: loss, time, tokens, bytes."""
+"""The history of training steps: loss, time, tokens, bytes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class HistoryTotals:
     tokens: int = 0
     samples: int = 0
     seconds: float = 0.0
-    """Of the steps whose time is known."""
+    """Sum of the step times that are known."""
 
 
 class StepHistory:

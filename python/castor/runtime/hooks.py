@@ -1,4 +1,4 @@
-"""What castor registers on the modules of a boosted model, and replaces there."""
+"""Hooks and replacements on the modules of a boosted model."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ModuleHook(functools.partial[Any]):
     """
 
     def __deepcopy__(self, _: dict[int, Any]) -> Any:
-        """What a copy of the module gets."""
+        """Gives a copy of the module a hook that does nothing."""
         return does_nothing
 
     def __reduce_ex__(self, _: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What a pickle of the module holds, and torch.save: it is read as an ordinary model."""
+        """Makes pickle and torch.save write a hook that does nothing, which reads as an ordinary model."""
         return operator.itemgetter(0), ((does_nothing,),)
 
 
@@ -124,7 +124,7 @@ def forget_direct_call(module: nn.Module) -> None:
 
 
 def compiled_calls(model: nn.Module) -> dict[nn.Module, CompiledCall]:
-    """Of a model that is followed, by what torch.compile has compiled."""
+    """Returns the calls of a followed model's modules that torch.compile has compiled."""
     return {
         compiled_from(module): call
         for module in model.modules()
@@ -133,7 +133,7 @@ def compiled_calls(model: nn.Module) -> dict[nn.Module, CompiledCall]:
 
 
 class Handle(Protocol):
-    """Of a hook."""
+    """The handle of a hook."""
 
     def remove(self) -> None:
         """Takes it away again."""
@@ -224,7 +224,7 @@ class Replaced:
         setattr(module, name, value)
 
     def put_back(self) -> None:
-        """What was there before, on modules that are alive."""
+        """Puts back what was there before, on modules that are alive."""
         while self._before:
             owner, name, before = self._before.pop()
             module = owner()

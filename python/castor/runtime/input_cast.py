@@ -1,4 +1,4 @@
-"""What a boosted model makes of its inputs."""
+"""Casts the inputs of a boosted model."""
 
 from __future__ import annotations
 

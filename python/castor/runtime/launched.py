@@ -1,4 +1,4 @@
-"""What launchers tell a process: how many they have started, and how many of these on its machine.
+"""Environment variables of launchers: how many processes there are, and how many on this machine.
 
 All that castor needs is torch.distributed's environment (RANK, WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), or a process group. How many ranks are on this machine torchrun, Ray Train and
@@ -16,7 +16,7 @@ from torch import distributed
 
 
 def launched_size() -> int:
-    """How many processes there are in this one's group, or how many the launcher has started.
+    """Returns the size of this process's group, or the number of processes that were launched.
 
     Not collective: it makes no group; 1 where there is neither.
     """
@@ -31,12 +31,12 @@ def rank_of_node() -> int:
 
 
 def ranks_of_node() -> int:
-    """How many of all ranks are on this machine; 1 where nobody has said, or alone."""
+    """Returns the number of ranks on this machine; 1 where no launcher says so."""
     return _place_on_node()[1]
 
 
 def name_of_node() -> str:
-    """What ranks of one machine give alike."""
+    """Returns a name that is equal on the ranks of one machine."""
     return socket.gethostname()
 
 
@@ -85,7 +85,7 @@ def _joined() -> bool:
 
 
 def _tasks_of_slurm(size: int) -> int | None:
-    """Those that srun has started on this machine, where they are the ranks; else None."""
+    """Returns the number of tasks that srun started here, if they are the ranks; else None."""
     node, each = _told("SLURM_NODEID"), os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if _told("SLURM_STEP_NUM_TASKS") != size or node is None:
         return None

@@ -101,7 +101,7 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
-"""What every module has."""
+"""Attributes of every module."""
 
 
 def _alias(name: str, tensor: torch.Tensor, owner: str, param: nn.Parameter) -> _Alias | None:

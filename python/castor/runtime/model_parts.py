@@ -1,4 +1,4 @@
-"""What the runtime knows of a model of which this process has parts."""
+"""The record of a model of which this process has shards."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from castor.runtime.weight_conversions import FileLayout
 
 @dataclass(frozen=True, kw_only=True)
 class WholeModel:
-    """What a model was before ranks took some of its layers each."""
+    """The full model, as it was before each rank took some of its layers."""
 
     tensors: Mapping[str, tuple[int, tuple[int, ...]]]
     """state_dict key -> (number of the tensor, the same where it is tied; its shape), in order."""
     groups: Sequence[Sequence[str]]
     """Names of the parameters in the optimizer's groups, in order."""
     files: FileLayout | None = None
-    """How transformers lays out its files; None: it is no model of transformers."""
+    """The layout of transformers' files; None: it is no model of transformers."""
     adapters: Mapping[str, Mapping[str, str]] | None = None
     """Of each adapter of a PeftModel, the keys of its file and the state_dict's, in the file's
     order; None: the model is no PeftModel."""
@@ -39,7 +39,7 @@ class WholeModel:
         }
 
     def first_key(self, key: str) -> str:
-        """Of all that are tied to one: the name of the parameter."""
+        """Returns the parameter's name for all keys that are tied to it."""
         return self._first_keys[self.tensors[key][0]]
 
     @cached_property
@@ -49,15 +49,15 @@ class WholeModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Where a part of a tensor lies in the whole: in runs of one length, evenly apart.
+    """The place of a shard in the full tensor: runs of one length, evenly apart.
 
     In elements, or bytes, in the row-major orders of the part and of the whole.
     """
 
     first: int
-    """Where the first run begins in the whole."""
+    """Begin of the first run in the full tensor."""
     length: int
-    """Of each; 1 or more."""
+    """Length of each run; 1 or more."""
     stride: int
     """From the beginning of a run to that of the next one."""
 
@@ -119,7 +119,7 @@ class Segments:
 
 
 class OwnParts(Protocol):
-    """What a rank answers while another one writes."""
+    """Answers the reads of the rank that writes."""
 
     def find(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(parameter, this process's part of a tensor of it)."""

@@ -30,7 +30,7 @@ def is_packed(param: torch.Tensor) -> bool:
 
 
 def quant_state_of(param: torch.Tensor) -> Any:
-    """What a layer keeps beside a packed parameter; None: nothing, or elsewhere."""
+    """Returns the quantisation state beside a packed parameter; None: there is none here."""
     return getattr(param, "quant_state", None)
 
 

@@ -19,7 +19,7 @@ def is_peft_model(model: nn.Module) -> bool:
 def adapter_tensors(
     model: Any, state: dict[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """What PEFT would write, by adapter and key in its file.
+    """Returns the tensors that PEFT would write, by adapter and key in its file.
 
     Args:
         model: A PeftModel.

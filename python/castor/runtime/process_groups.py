@@ -98,7 +98,7 @@ def lasting_group() -> distributed.ProcessGroup:
 
 
 def timeout_of_all() -> timedelta | None:
-    """How long ranks wait for each other: what torch.distributed's default group was given.
+    """Returns the timeout of torch.distributed's default group.
 
     None: its backend has no such option, and torch's own default counts.
     """

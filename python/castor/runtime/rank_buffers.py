@@ -11,7 +11,7 @@ from castor.runtime.ranks import Peers
 
 
 class RankBuffers:
-    """Those that a model has when it is boosted, as torch's DistributedDataParallel shares them.
+    """Shares a model's buffers as torch's DistributedDataParallel does.
 
     Holds the tensors, not the model. What forwards have written (a BatchNorm's statistics) is
     shared in the step behind them, where ranks meet anyway; what nobody writes costs nothing.
@@ -26,7 +26,7 @@ class RankBuffers:
         """
         self._ranks = ranks
         self._modules: list[list[torch.Tensor]] = []
-        """Those of each module that has some."""
+        """Buffers of each module that has some."""
         if ranks:
             for buffer in model.buffers():
                 ranks.share(buffer)
@@ -58,7 +58,7 @@ class RankBuffers:
 
 
 def names_of_own(module: nn.Module) -> set[str]:
-    """What stays each rank's own, as torch's DistributedDataParallel is told."""
+    """Returns the names of buffers that DistributedDataParallel is told to leave to each rank."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 

@@ -1,4 +1,4 @@
-"""Where the ranks of `castor run` compute: on cores of a NUMA node, beside the memory they take.
+"""Assigns the ranks of `castor run` to cores of a NUMA node, beside their memory.
 
 Run as a script it is what such a rank begins with: it keeps to its cores, and becomes the process
 that was asked for. Nothing of castor is imported for that.
@@ -16,14 +16,14 @@ CORES = "CASTOR_RANK_CORES"
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Of a rank; numbers are the operating system's."""
+    """Cores and node of a rank; numbers are the operating system's."""
 
     nodes: tuple[int, ...]
     cores: tuple[int, ...]
 
 
 def places_of_ranks(nproc: int, *, root: Path = Path("/")) -> list[RankPlace]:
-    """Where each rank of this machine computes; empty where there is nothing to choose.
+    """Returns the place of each rank of this machine; empty where there is nothing to choose.
 
     Each is beside the GPU of its number where there are as many; else they are spread over the NUMA
     nodes in a row, several to a node, or several nodes to a rank. Of cores only those count that
@@ -57,7 +57,7 @@ def places_of_ranks(nproc: int, *, root: Path = Path("/")) -> list[RankPlace]:
 
 
 def as_environment(places: Sequence[RankPlace]) -> str:
-    """What CORES says."""
+    """Returns the value of the environment variable CORES."""
     return ";".join(",".join(map(str, place.cores)) for place in places)
 
 

@@ -24,7 +24,7 @@ from castor.runtime.waits import served_by_another
 Result = TypeVar("Result")
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, and every launcher like it, tells a process."""
+"""Environment variables of torchrun, and of every launcher like it."""
 
 
 def launch_from_torch() -> None:
@@ -91,11 +91,11 @@ class Peers:
     group: _C.RankGroup
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, in rank order; picklable."""
+        """Returns the picklable values of all ranks, in rank order."""
         return self.gather_at("what ranks tell each other outside passes", value)
 
     def gather_at(self, place: str, value: Any) -> list[Any]:
-        """As gather; `place` says what for, where ranks tell each other, or wait."""
+        """Gathers as gather does; `place` names the purpose in messages."""
         given = self.group.gather(pickle.dumps(value), f"is at {place}")
         return [pickle.loads(one) for one in given]
 
@@ -221,7 +221,7 @@ def sendable(error: Exception) -> Exception:
 
 
 def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
-    """Those of this process's part, where all ranks are divided into parts.
+    """Makes the ranks of this process's part, where all ranks are divided into parts.
 
     Collective: every rank calls it, with the same parts. rank_and_size comes before it.
 
@@ -316,7 +316,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def describe_parameters(model: nn.Module) -> dict[str, Any]:
-    """What has to be the same on every rank, by its name in a message."""
+    """Returns the facts that have to be equal on every rank, by their names in messages."""
     described = [
         f"{name}{tuple(param.shape)}{param.dtype}{'' if param.requires_grad else ' frozen'}"
         for name, param in model.named_parameters()

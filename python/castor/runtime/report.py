@@ -1,4 +1,4 @@
-"""What a boosted model did with memory so far."""
+"""The report of a boosted model's memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class MemoryUse:
     device_bytes: int
     """Chunks of the model and its non-model data on the device; on a GPU that of all models."""
     nonmodel_bytes: int
-    """Of these: activations, temporaries and gradients on their way."""
+    """Share of these for activations, temporaries and gradients on their way."""
     host_bytes: int
     """Chunk payloads on the host, and room there for those that are promoted."""
 
 
 @dataclass(kw_only=True)
 class LogitFigures:
-    """What losses over deferred logits did; see MemoryReport."""
+    """Figures of losses over deferred logits; see MemoryReport."""
 
     logit_rows_per_tile: int = 0
     logit_tiles: int = 0
@@ -42,7 +42,7 @@ class LogitFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFigures:
-    """What becomes of activations; see MemoryReport."""
+    """Figures of the blocks' activations; see MemoryReport."""
 
     activation_blocks: int = 0
     recomputed_blocks: int = 0
@@ -61,17 +61,17 @@ class MemoryReport:
     peak_device_bytes: int
     """Highest total of chunks and non-model data on the device, of all models of the plugin."""
     device_budget_bytes: int
-    """What the device may hold of all models of the plugin; never passed."""
+    """Device budget of all models of the plugin; never passed."""
     peak_nonmodel_bytes: int
     """Highest total of activations, temporaries and gradients on their way."""
     promoted_bytes: int
     """Device bytes that chunks take which placement_policy="auto" keeps there for good, now."""
     promoted_chunks: int
-    """How many chunks that is; their place on the host stays reserved."""
+    """Number of these chunks; their place on the host stays reserved."""
     host_bytes: int
     """Chunk payloads on the host now, and room there for those that are promoted."""
     host_budget_bytes: int
-    """What the host tier may hold of all models of the plugin."""
+    """Host budget of all models of the plugin."""
     nvme_bytes: int
     """Chunk payloads on NVMe."""
     nvme_weight_bytes: int
@@ -120,7 +120,7 @@ class MemoryReport:
     offloaded_blocks: int
     """Blocks, or parts of them, whose activations wait for backward in host memory."""
     offloaded_activation_bytes: int
-    """What the last step copied there."""
+    """Bytes that the last step copied there."""
     tiled_blocks: int
     """Blocks with a part that runs on a piece of the rows at a time."""
     mlp_tiles: int
@@ -132,11 +132,11 @@ class MemoryReport:
     waste: float
     """Share of chunk slots that holds no parameter."""
     device_arena: str
-    """Where the device tier's memory comes from, and what is free in it."""
+    """Source of the device tier's memory, and what is free in it."""
     host_arena: str
-    """Where the host tier's memory comes from."""
+    """Source of the host tier's memory."""
     rank: int
-    """Of this process, from 0."""
+    """Rank of this process, from 0."""
     ranks: int
     """Processes that train the model together; 1: this one is alone."""
     zero_stage: int
@@ -173,7 +173,7 @@ class MemoryReport:
     rank_seconds: float
     """Spent on bringing the ranks' gradients and weights together, waiting for others included."""
     nvme_engine: str
-    """How the NVMe tier is read and written; empty without one."""
+    """I/O engine of the NVMe tier; empty without one."""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all figures by name; values are those of JSON."""
@@ -199,7 +199,7 @@ class TorchReport:
     steps: int
     """Optimizer steps."""
     skipped_steps: int
-    """As in MemoryReport, and so are the following."""
+    """Steps left out, as in MemoryReport; so are the following."""
     step_skipped: bool
     gradient_norm: float | None
     rank: int

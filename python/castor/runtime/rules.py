@@ -1,4 +1,4 @@
-"""What castor knows of the optimizers that run fused on chunks: one description for each rule.
+"""Descriptions of the optimizers that run fused on chunks, one for each update rule.
 
 Whoever steps, shows, saves, loads or converts their states reads it here. Names of states and
 state formats are those of the rule itself (csrc/optim), which also checks the options.
@@ -32,7 +32,7 @@ class FusedRule:
     """An update rule, and the optimizers that it computes exactly."""
 
     name: str
-    """As csrc/optim/update_rules.cc registers it."""
+    """Name under which csrc/optim/update_rules.cc registers the rule."""
     classes: Mapping[str, Callable[..., Optimizer] | None]
     """Names of optimizers, each with the class whose state_dict theirs is in plain torch, None: no
     other than itself."""
@@ -65,7 +65,7 @@ class FusedRule:
 
     @property
     def entries(self) -> frozenset[str]:
-        """Of a parameter's state, once it is there."""
+        """Keys of a parameter's state, once it is there."""
         return frozenset((*self.states, *(("step",) if self.counts_steps else ())))
 
     @property
@@ -164,7 +164,7 @@ MOMENTUM_SGD = FusedRule(
 )
 
 RULES = (ADAM, LION, PLAIN_SGD, MOMENTUM_SGD)
-"""Of several that fit, the first counts."""
+"""Update rules; of several that fit, the first counts."""
 
 CLASSES = tuple(dict.fromkeys(name for rule in RULES for name in rule.classes))
 """Names of the optimizers that run fused."""

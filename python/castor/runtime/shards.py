@@ -99,7 +99,7 @@ def whole(model: nn.Module | None, key: str, own: DTensor) -> torch.Tensor:
 
 
 def own_shard(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """What this rank keeps of whole values, in memory of its own.
+    """Returns this rank's shard of full values, in memory of its own.
 
     Args:
         like: A parameter or a buffer, divided or not.

@@ -1,4 +1,4 @@
-"""What the C++ core is told of a model: its distinct parameters and the modules that own them."""
+"""The description of a model for the C++ core: distinct parameters, and their modules."""
 
 from __future__ import annotations
 

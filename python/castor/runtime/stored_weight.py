@@ -73,11 +73,11 @@ class StoredWeight(torch.Tensor):
         return self.in_memory().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """That of the copy: the parameter's bytes and no others."""
+        """Returns the storage of the copy: the parameter's bytes and no others."""
         return self.in_memory().untyped_storage()
 
     def storage(self) -> Any:
-        """As untyped_storage, typed."""
+        """Returns untyped_storage, typed."""
         return self.in_memory().storage()
 
     def _typed_storage(self) -> Any:

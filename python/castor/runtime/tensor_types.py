@@ -30,12 +30,12 @@ KeepFp32 = Sequence["str | type[nn.Module]"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 _NUM_NAMES = 3
-"""Of nearest names in a message."""
+"""Number of nearest names in a message."""
 _OF_ADAPTERS = re.compile(
     r"\.base_layer(?=\.|$)|\.original_module(?=\.|$)|\.modules_to_save\.[^.]+|"
     r"\.parametrizations(?=\.)|\.original(?=$)"
 )
-"""What PEFT puts into the names of a model's own parameters."""
+"""Parts that PEFT puts into the names of a model's own parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)

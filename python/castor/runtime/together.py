@@ -1,4 +1,4 @@
-"""What the ranks that share a boosted model do together outside its passes and steps."""
+"""Collective calls of the ranks that share a boosted model, outside its passes and steps."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Together:
     session: _C.Session
     parts: ModelParts | None
     ranks: Ranks | None
-    """Those that share the model; None: this process is alone."""
+    """The ranks that share the model; None: this process is alone."""
     everyone: Peers | None = None
     """All ranks, where they have parts of the model; None: it is whole."""
     among: Peers | None = None
-    """Those that have its other experts, and other data; None: there are none."""
+    """The ranks with its other experts, and other data; None: there are none."""
     beside: Peers | None = None
-    """Those that compute other tokens of its batches; None: there are none."""
+    """The ranks that compute other tokens of its batches; None: there are none."""
     check_step: Callable[[], None] | None = None
-    """What is around the model and may refuse a step; None: there is nothing."""
+    """Check of a wrapper around the model, which may refuse a step; None: there is no wrapper."""
 
     @property
     def shared(self) -> bool:
@@ -33,7 +33,7 @@ class Together:
 
     @property
     def savers(self) -> Peers | None:
-        """Those that write checkpoints together: all that have a part in it; None: it is alone."""
+        """The ranks that write checkpoints together; None: this process is alone."""
         return self.everyone or (self.ranks.saves if self.ranks else None)
 
     def meet(self) -> None:
@@ -80,7 +80,7 @@ class Together:
             self.session.serve_states()
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, in rank order; picklable.
+        """Returns the picklable values of all ranks, in rank order.
 
         Raises:
             Error: A rank is gone.
@@ -93,7 +93,7 @@ class Together:
         return self.ranks.gather_at("a save", value)
 
     def gather_to_load(self, value: Any) -> list[Any]:
-        """As gather, where every rank is about to load, and nothing has been changed.
+        """Gathers as gather does, before a load, when nothing has been changed.
 
         Raises:
             Error: A rank is gone.

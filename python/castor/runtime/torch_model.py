@@ -56,7 +56,7 @@ class TorchModel:
         self.resumed_steps = 0
         """Steps that were taken before this process, by the checkpoint it resumed from."""
         self.steps = 0
-        """Those since boost."""
+        """Number of steps since boost."""
         self.apart = False
         """Whether the last pass was under no_sync: its gradients are this rank's alone."""
         self._synchronised = True
@@ -93,7 +93,7 @@ class TorchModel:
         self._synchronised = on
 
     def pass_begins(self) -> None:
-        """Where no_sync decides over the gradients of a pass."""
+        """Lets no_sync decide over the gradients of a pass."""
         self.apart = self.shared and not self._synchronised
 
     def bring_together(self) -> None:
@@ -135,7 +135,7 @@ class TorchModel:
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor this rank has."""
+    """Returns this rank's shard of a tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 

@@ -20,7 +20,7 @@ LOADING = "transformers.core_model_loading"
 
 @dataclass(frozen=True, kw_only=True)
 class FileLayout:
-    """What save_pretrained knows of a whole model besides its tensors."""
+    """The facts of a full model that save_pretrained needs besides its tensors."""
 
     transforms: Sequence[Any] | None
     """transformers' WeightTransforms, from files to the model; None: there are none."""
@@ -60,7 +60,7 @@ def file_layout(model: nn.Module, num_parameters: int | None = None) -> FileLayo
 
 
 def _transforms_of(model: Any) -> list[Any] | None:
-    """Those that from_pretrained has used, or else those of the model's class.
+    """Returns the conversions that from_pretrained has used, or else those of the model's class.
 
     The second are what revert_weight_conversion takes for a model that no files were read into.
     """
