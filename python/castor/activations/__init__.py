@@ -1,4 +1,4 @@
-"""What a step keeps on the device beside the chunks, and how it is made less."""
+"""Activations: the memory that a step needs beside the chunks, and the ways to need less."""
 
 from castor.activations.blocks import Blocks
 from castor.activations.functions import tiled_divided_loss

@@ -12,7 +12,7 @@ class Sharing(Protocol):
     """Ranks that exchange something within blocks: castor.distributed's TensorRanks."""
 
     def hear(self, place: str, value: Any) -> list[tuple[str, Any]]:
-        """Where every rank is, and what it gives, in rank order. Collective.
+        """Returns the place and the value of every rank, in rank order. Collective.
 
         Raises:
             UsageError: They are not all at that place; every rank raises it.
@@ -22,14 +22,14 @@ class Sharing(Protocol):
 
 
 class Agreement:
-    """What the ranks that compute a block together tell each other; one that is alone has its own.
+    """Exchanges values between the ranks that compute a block together.
 
     A block's second forward repeats the exchanges of its first, so either all of them run it or
     none.
     """
 
     def __init__(self, groups: Sequence[Sharing] = ()) -> None:
-        """Of the ranks that divide layers and of those that divide sequences, where there are."""
+        """Takes the tensor-parallel and the context-parallel group, where there are such."""
         self._groups = groups
 
     @property
@@ -38,7 +38,7 @@ class Agreement:
         return not self._groups
 
     def of_all(self, place: str, value: Value) -> list[Value]:
-        """What each rank gives, picklable; the same list on all. Collective.
+        """Returns the picklable values of all ranks, the same list on each. Collective.
 
         Args:
             place: Where this is, for a message to ranks that are elsewhere.

@@ -39,10 +39,10 @@ chunks of which stay in caches where that is less:"""
 _COPIED_SHARE = 8
 _REPETITIONS = 3
 _FAULTED_BYTES = 1 << 25
-"""Of fresh memory that is written to see what that takes."""
+"""Bytes of fresh memory that are written to measure page faults."""
 _STEP_ENDS = "the end of a step, where ranks decide which blocks run again"
 _Size = tuple[int, int]
-"""Of a block's inputs: most elements, and most rows of a sample."""
+"""Size of a block's inputs: most elements, and most rows of a sample."""
 
 
 class AutoKeep:
@@ -99,9 +99,9 @@ class AutoKeep:
         self._expected: list[int] = []  # non-model bytes of the chosen step, by moment
         self._spare = 0  # bytes of the budget beyond what that needs
         self.kept_bytes = 0
-        """Of the activations of the blocks that are kept, in the profile's step."""
+        """Bytes of the activations of kept blocks, in the profile's step."""
         self.recompute_seconds = 0.0
-        """Of the second forwards of the others there."""
+        """Seconds of the second forwards of the other blocks there."""
 
     def recomputes(self, block: int) -> bool:
         """Whether backward runs the block again, as far as was decided."""
@@ -117,7 +117,7 @@ class AutoKeep:
         return offloading(self._offload)
 
     def decide(self, block: int, inputs: Iterable[Any]) -> Decided:
-        """What becomes of the activations of a forward of a block with such inputs."""
+        """Returns the decision for the activations of a forward of a block with such inputs."""
         size = _size(inputs)
         if self._profiling:
             seen = self._seen.get(block, (0, 0))
@@ -242,7 +242,7 @@ class AutoKeep:
 
 
 def compute_seconds(timeline: dict[str, Any]) -> list[float]:
-    """Of each moment of a step, until the next, without the copies that held it up."""
+    """Returns the seconds from each event of a step to the next, without waits for copies."""
     times = [moment[2] for moment in timeline["moments"]] + [timeline["update_begin_ns"]]
     held = [0] * len(timeline["moments"])
     for _, cause, moment, _, _, submit_ns, wait_ns, _ in timeline["transfers"]:
@@ -252,7 +252,7 @@ def compute_seconds(timeline: dict[str, Any]) -> list[float]:
 
 
 def _fault_seconds() -> float:
-    """What a byte of memory costs that the kernel has not given to this process yet.
+    """Measures the seconds per byte of memory that the kernel has not given to this process yet.
 
     Malloc gives large tensors back when they are freed, so what is kept is such memory at each
     step; a second forward's or an offloaded block's is that of the block before.
@@ -302,7 +302,7 @@ def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simul
 def _options(
     config: GeminiConfig, device: torch.device, num_ranks: int, *, measured: bool = True
 ) -> dict[str, Any]:
-    """What Simulator.run is told of the machine; unmeasured, its speeds mean nothing."""
+    """Returns the machine's figures for Simulator.run; unmeasured speeds mean nothing."""
     on_gpu = device.type != "cpu"
     dram, link = 1e9, float(config.link_bytes_per_second or 1e9)
     if measured:
@@ -351,7 +351,7 @@ def _link_of(device: torch.device, config: GeminiConfig) -> float:
 
 
 def _copied_bytes(host_bytes: int) -> int:
-    """Of a copy within the host, whose source and target no cache holds together."""
+    """Returns the bytes of a copy within the host that no cache holds."""
     most = max(1 << 12, host_bytes // _COPIED_SHARE)
     return min(max(_LEAST_COPIED, _C.cache_bytes()), most)
 

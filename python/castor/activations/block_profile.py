@@ -1,4 +1,4 @@
-"""What a step that recomputes blocks shows of each, and what follows for other decisions."""
+"""Profiles each block in a step that recomputes, and predicts other decisions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Moment = Callable[[], tuple[int, int]]
 
 
 Events = list[tuple[int, int, int, int]]
-"""Of a step, as _C takes them: kind, module or chunk, non-model bytes, nanoseconds."""
+"""Events of a step, as _C takes them: kind, module or chunk, non-model bytes, nanoseconds."""
 Span = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
@@ -34,13 +34,13 @@ class BlockRun:
     """Its number, in the model's order."""
     moment: Moment
     forward: list[tuple[int, int]] = field(default_factory=list)
-    """Where it began and ended."""
+    """Events at which the first forward began and ended."""
     again: list[tuple[int, int]] = field(default_factory=list)
-    """Where the second one did."""
+    """Events at which the second forward began and ended."""
     seconds: float = 0.0
-    """Of the second one, until it stopped."""
+    """Seconds of the second forward, until it stopped."""
     input_bytes: int = 0
-    """Of the first one's inputs that backward needs again."""
+    """Bytes of the first forward's inputs that backward needs again."""
     copies: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
     """Copies of its outputs, which no other step has."""
     copied_bytes: int = 0
@@ -81,11 +81,11 @@ class BlockRun:
 
     @property
     def kept_bytes(self) -> int:
-        """What the second forward left for backward."""
+        """Bytes that the second forward left for backward."""
         return max(0, self.again[1][1] - self.again[0][1])
 
     def span(self, away: tuple[int, int] = (0, 0)) -> Span:
-        """As _C.keep_activations takes it: kept, but for the moments in which it is away."""
+        """Returns the span for _C.keep_activations: kept, except while it is offloaded."""
         (begin, base), (end, _) = self.forward
         (again_begin, again_base), (again_end, _) = self.again
         kept = (base, again_base, self.kept_bytes)
@@ -109,7 +109,7 @@ class Tiles:
 
 
 class Decisions(Protocol):
-    """What is asked at each forward of a block."""
+    """Decides at each forward of a block."""
 
     tiles: Tiles
 
@@ -181,7 +181,7 @@ def without_copies(events: Events, runs: Iterable[BlockRun]) -> Events:
 
 @dataclass(frozen=True)
 class Link:
-    """What offloaded activations go over."""
+    """The link that offloaded activations cross."""
 
     bytes_per_second: float
     """In each direction."""
@@ -190,18 +190,18 @@ class Link:
     host_room: float = math.inf
     """Bytes of activations that have room in host memory; what has none goes on to NVMe."""
     nvme_bytes_per_second: float = 1e9
-    """Of NVMe, which is waited for."""
+    """Bandwidth of NVMe, which a step waits for."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """What _C.keep_activations is told of a decision."""
+    """Arguments of _C.keep_activations for a decision."""
 
     spans: list[Span]
     seconds: list[float]
-    """Of computing, by moment, with what waiting for the link adds."""
+    """Seconds of computing by event, with the waits for the link."""
     host_bytes: int
-    """Of activations that are away in host memory at once, at most."""
+    """Most bytes of activations that are in host memory at once."""
     nvme_bytes: int = 0
     """... on NVMe."""
 

@@ -38,7 +38,7 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a module's activations."""
+    """The decision for a module's activations."""
 
     name: str
     """The module's, in the model."""
@@ -46,7 +46,7 @@ class Decision:
     choice: str
     """"keep", "recompute", "offload" or "tile"."""
     tiles: int = 0
-    """Of "tile": pieces of the rows that its forward runs on."""
+    """Number of pieces of rows that the forward runs on, with "tile"."""
 
     @property
     def recompute(self) -> bool:
@@ -221,7 +221,7 @@ class Blocks(BlockPolicy):
             self._tight.explain(error)
 
     def _around(self, decision: Decision, *, compared: bool) -> Around | None:
-        """What runs the module's forward; None: it runs as it is."""
+        """Returns the wrapper of the module's forward; None: it runs as it is."""
         if decision.recompute:
             self._recomputed += 1
             return RecomputingCall(decision.module, decision.name, compared=compared)
@@ -231,7 +231,7 @@ class Blocks(BlockPolicy):
         return None
 
     def figures(self) -> BlockFigures:
-        """As they are now: a model's own switch may be turned at any time."""
+        """The figures now: a model's own switch may be turned at any time."""
         switches = [
             getattr(m, "_gradient_checkpointing_func", None) for m in self._with_switch_on()
         ]
@@ -250,7 +250,7 @@ class Blocks(BlockPolicy):
         )
 
     def step_ended(self) -> None:
-        """What follows may be decided anew."""
+        """Ends a step: the next one may be decided anew."""
         if self._auto:
             self._auto.step_ended()
         if self._offload:

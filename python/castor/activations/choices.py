@@ -22,10 +22,10 @@ _OTHERS: tuple[tuple[Decided, ...], ...] = (
     ("offload", "keep"),
     ("keep", "offload"),
 )
-"""What becomes of the blocks before the kept ones, in turn."""
+"""Decisions for the blocks before the kept ones, in turn."""
 
 Decisions = tuple[Decided, ...]
-"""Of each block, by number."""
+"""Decisions of the blocks, by number."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Choice:
     events: Events
     seconds: float
     spare_bytes: int
-    """Of the device budget, beyond what the step needs at least; below 0: it does not fit."""
+    """Bytes of the device budget that the step leaves; below 0: it does not fit."""
 
     @property
     def fits(self) -> bool:
@@ -94,7 +94,7 @@ def best_for_all(
     all_recomputed: Decisions,
     agreement: Agreement,
 ) -> Choice:
-    """Of what the ranks have found each, what fits on all and takes the slowest the least.
+    """Returns the ranks' choice that fits on all, and that takes the slowest rank the least time.
 
     Collective.
 

@@ -74,7 +74,7 @@ class Uncomputed(torch.Tensor):
     def _stays_uncomputed(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
-        """What an operator gives whose first argument this is, if it needs no values."""
+        """Returns the result of an operator on this tensor if it needs no values."""
         raise NotImplementedError
 
     @classmethod

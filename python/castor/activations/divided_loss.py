@@ -14,10 +14,10 @@ from castor.activations.tiled_loss import Loss
 
 
 class OwnColumns(Protocol):
-    """What this rank computes of a loss, for rows whose logits it has (castor.distributed)."""
+    """This rank's part of a vocabulary-parallel loss (castor.distributed)."""
 
     def seen(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Of each row what the other ranks need, (values, rows) in float32.
+        """Returns for each row the values that the other ranks need, (values, rows) in float32.
 
         Args:
             logits: (rows, own columns).

@@ -1,4 +1,4 @@
-"""What autograd sees of a head that leaves its logits for later, and of the loss over them."""
+"""Autograd functions of a head with deferred logits, and of the loss over them."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def fit_fused_heads() -> None:
 
 
 class _Rows:
-    """How many rows one library's function computes at once."""
+    """Number of rows that one library's function computes at once."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module

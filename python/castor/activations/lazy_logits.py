@@ -1,4 +1,4 @@
-"""What logits that are not computed are made of: hidden states, a head, and the operators since."""
+"""Deferred logits: hidden states, a head, and the operators applied since."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Head:
 
 
 class Source:
-    """What the head was given in one forward, and the weights as they were."""
+    """The inputs of the head in one forward, and its weights at that time."""
 
     def __init__(
         self, head: Head, module: nn.Linear, hidden: torch.Tensor, rows_per_tile: int
@@ -132,7 +132,7 @@ def take(values: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def count(rows: Rows) -> int:
-    """How many rows these are."""
+    """Counts the rows."""
     return rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
 
 
@@ -242,7 +242,7 @@ class LazyLogits:
 
     @property
     def num_rows(self) -> int:
-        """How many rows it has."""
+        """Number of rows."""
         return self.like.numel() // self.like.shape[-1]
 
     @property
@@ -324,7 +324,7 @@ class LazyLogits:
         return steps[::-1]
 
     def head_output(self) -> LazyLogits:
-        """Where the steps begin."""
+        """The head's output, at which the operators begin."""
         return self if self.parent is None else self.parent.head_output()
 
     def row_numbers(self, begin: LazyLogits | None = None) -> torch.Tensor | None:
@@ -365,7 +365,7 @@ _KEYS = (
 
 
 def uses_below(*lazies: LazyLogits) -> dict[int, int]:
-    """How often the rows of each lazy are asked for, by its identity, when those of some are."""
+    """Counts how often the rows of each lazy are read, by its identity, when these are."""
     uses: dict[int, int] = {}
     left = list(lazies)
     while left:

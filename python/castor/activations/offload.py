@@ -18,7 +18,7 @@ class OffloadingCall:
     """Runs the forward of a module, with what autograd saves in it handed to an offload."""
 
     def __init__(self, module: nn.Module, offload: _C.ActivationOffload) -> None:
-        """Of the model's `offload`."""
+        """Takes a module whose activations go through the model's `offload`."""
         self._owner = weakref.ref(module)
         self._offload = offload
 

@@ -132,7 +132,7 @@ def undoes(
 
 
 def _slice(sizes: Any, args: tuple[Any, ...]) -> tuple[tuple[int, ...], int, tuple[int, int, int]]:
-    """What a slice takes, written in one way."""
+    """Normalises the arguments of a slice."""
     dim, start, end, step = args + (0, None, None, 1)[len(args) :]
     dim %= len(sizes)
     return tuple(sizes), dim, slice(start, end, step).indices(sizes[dim])

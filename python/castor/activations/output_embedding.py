@@ -25,7 +25,7 @@ LEAST_BYTES = 2**20
 """A tile takes at most this part of the device budget, and "auto" tiles where that leaves that part
 of it free; neither is less than so many bytes."""
 COPIES = 3
-"""Of the logits in float32 that the loss holds at once in its backward."""
+"""Number of float32 copies of the logits that the loss holds at once in its backward."""
 _FLOAT32 = 4
 
 

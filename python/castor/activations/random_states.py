@@ -9,10 +9,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 
 class RandomStates:
-    """Of the CPU's generator and of those of the devices of some tensors, as they are."""
+    """Random states of the CPU's generator and of those of some tensors' devices."""
 
     def __init__(self, *values: Any) -> None:
-        """Of the tensors among the values, and in plain containers among them."""
+        """Reads the states for the tensors among the values, and in plain containers among them."""
         self._cpu = torch.get_rng_state()
         self._devices, self._states = get_device_states(*values)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]

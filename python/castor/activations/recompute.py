@@ -21,7 +21,7 @@ from castor.activations.random_states import RandomStates
 from castor.errors import UsageError
 
 _STOPPED = "_StopRecomputationError"
-"""What torch ends a second forward with, as soon as it has all that backward needs."""
+"""Exception by which torch ends a second forward that has computed all that backward needs."""
 _ROUNDING = 1e-2
 """Relative, in the norm: what operators that add in any order may change on a GPU."""
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -197,11 +197,11 @@ class Recomputation:
         self._compares = False
 
     def __deepcopy__(self, _: dict[int, Any]) -> Any:
-        """What a copy of the module gets."""
+        """Gives a copy of the module the ordinary function."""
         return _plain_checkpoint
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        """What a pickle of the module holds."""
+        """Gives a pickle of the module the ordinary function."""
         return functools.partial, (checkpoint,), (checkpoint, (), {"use_reentrant": False}, None)
 
 
@@ -379,7 +379,7 @@ def _choosing_once() -> tuple[_Choices, _Choices]:
 
 
 def drop_tensors(error: BaseException | None) -> None:
-    """What an error has come through keeps nothing."""
+    """Drops the tensors that the frames of an error's traceback hold."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
@@ -428,7 +428,7 @@ def _same(second: torch.Tensor, first: torch.Tensor) -> bool:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """What a plain container holds; None: it is none."""
+    """Returns the elements of a plain container; None: it is none."""
     if isinstance(value, tuple | list):
         return list(value)
     if isinstance(value, dict):

@@ -15,11 +15,11 @@ from castor.runtime.blocks import find_blocks
 MOST_TILES = 16
 """Pieces that "auto" cuts rows into, at most."""
 _WIDE = 8
-"""Of every output of a block's layers there are about so many tensors at once, at most."""
+"""Upper bound, about, of the tensors at once for each output of a block's layers."""
 _HEADS = 64
-"""Of attention that makes a matrix of scores, about, at most."""
+"""Upper bound, about, of the heads of attention that makes a matrix of scores."""
 _ROOM = 2
-"""What takes so many times less than the budget is not looked at closer."""
+"""Factor below the budget from which on no closer look is taken."""
 
 _STATE_BYTES = 16
 """Bytes of a parameter that is trained with Adam, in any precision."""
@@ -30,12 +30,12 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Pieces:
-    """What is cut into pieces of rows, so that a step takes less."""
+    """The pieces of rows by which a step takes less memory."""
 
     tiles: int = 1
-    """Of the blocks' MLPs."""
+    """Number of pieces of the blocks' MLPs."""
     logit_rows: int = 0
-    """That are computed at once; 0: as many as tile_logits says."""
+    """Rows of logits that are computed at once; 0: as many as tile_logits says."""
 
 
 class Paper(Protocol):
@@ -46,15 +46,15 @@ class Paper(Protocol):
         ...
 
     def advice(self, shape: Shape) -> str:
-        """What a step needs, and the largest that would do; "": that cannot be told."""
+        """Describes the memory of a step, and the largest step that fits; "": not known."""
         ...
 
 
 class Tight:
-    """What a model's training forwards bring, and whether the budget is small for it."""
+    """Watches a model's training forwards, and judges whether the budget is small for them."""
 
     def __init__(self, model: nn.Module, paper: Paper, device_bytes: int) -> None:
-        """Of a model and its device budget."""
+        """Takes a model and its device budget."""
         self._paper = paper
         self._device_bytes = device_bytes
         self._bytes_per_token = _bytes_per_token(model)
@@ -65,7 +65,7 @@ class Tight:
         self._looked_at: list[Shape] = []
         self._shape: Shape | None = None
         self.pieces = Pieces()
-        """That serve for all forwards so far."""
+        """Pieces that serve for all forwards so far."""
 
     def explain(self, error: BaseException | None) -> None:
         """Has an error of the device's budget say what would do."""
@@ -135,12 +135,12 @@ def _bytes_per_token(model: nn.Module) -> int:
 
 
 def _out_features(module: nn.Module) -> int:
-    """Of all matrices, whatever their layer is called."""
+    """Returns the output features of all matrices, whatever their layer is called."""
     return sum(max(p.shape) for p in module.parameters() if p.dim() > 1)
 
 
 def _state_bytes(param: nn.Parameter) -> int:
-    """Of a parameter with its gradient, its master and two moments, wherever they are."""
+    """Returns the bytes of a parameter with gradient, master and two moments, in any tier."""
     return _STATE_BYTES * param.numel() if param.requires_grad else param.nbytes
 
 

@@ -60,14 +60,14 @@ class Loss:
         return lambda rows: hidden[rows if numbers is None else numbers[rows]]
 
     def changed_by_element(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the steps make of rows of the head's output, wherever they stand."""
+        """Applies the steps that act on each element to rows of the head's output."""
         for step in self.logits.head_output().steps_to(self.logits):
             if not step.moves_rows:
                 logits = step(logits)
         return logits
 
     def divisor(self) -> torch.Tensor | None:
-        """What the sum over rows is divided by; None: nothing."""
+        """Returns the divisor of the sum over rows; None: there is none."""
         if self.reduction != "mean":
             return None
         counted = self.target != self.ignore_index

@@ -24,7 +24,7 @@ from castor.runtime.blocks import is_compiled
 from castor.runtime.own_forward import OwnForward, has_own_forward
 
 MLP_NAMES = frozenset({"mlp", "ffn", "ff", "feed_forward", "DenseReluDense"})
-"""What models call the part of a block that maps each token by itself."""
+"""Names of the part of a block that maps each token by itself."""
 _PROBE_ROWS = 64
 """Rows that are computed again in other pieces, to see whether they depend on one another; no more
 than a piece has."""
@@ -281,7 +281,7 @@ class _Call:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensors, without the width; the last is the number of rows."""
+        """Shape of the tensors, without the width; the last is the number of rows."""
         return self.tensors[0].shape[:-1]
 
     def pieces(self, number: int) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -86,12 +86,12 @@ def own_tensors(
 
 
 def prefix_of(adapter: str) -> str:
-    """Of its keys, where those of several adapters are together."""
+    """Returns the prefix of an adapter's keys among those of several adapters."""
     return "" if adapter == "default" else f"{adapter}/"
 
 
 def folder_of(adapter: str) -> str:
-    """Where PEFT puts an adapter, below the model's directory."""
+    """Returns PEFT's folder of an adapter, below the model's directory."""
     return "." if adapter == "default" else adapter
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they save or load together: that all do, and the same."""
+"""Checks, before ranks save or load together, that all do, and the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReadyLoad(Generic[Result]):
     """A load whose checks have passed; nothing has been changed."""
 
     facts: Mapping[str, Any]
-    """What every rank loads, by its name in a message."""
+    """The facts that every rank loads, by their names in messages."""
     apply: Callable[[], Result]
     """Makes all changes."""
 
@@ -80,7 +80,7 @@ def ready_on_all(
 
 
 def contents_of(directory: Path, manifest: str) -> str:
-    """What tells a checkpoint from another one, wherever a rank sees it."""
+    """Returns a text that tells a checkpoint from every other one, on each rank."""
     digest = hashlib.sha256()
     if (directory / manifest).exists():
         digest.update((directory / manifest).read_bytes())

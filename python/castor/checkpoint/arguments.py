@@ -1,4 +1,4 @@
-"""What Booster's arguments for checkpoints mean."""
+"""Reads Booster's arguments for checkpoints."""
 
 from __future__ import annotations
 

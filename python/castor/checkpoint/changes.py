@@ -1,4 +1,4 @@
-"""What a conversion changes in a checkpoint: tied keys, and the type of its weights."""
+"""The changes of a conversion to a checkpoint: tied keys, and the type of its weights."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ Tensors = Mapping[str, SavedTensor]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies: bytes [start, end) of `path`, counted from the start of the file."""
+    """The place of a tensor: bytes [start, end) of `path`, counted from the file's start."""
 
     path: Path
     dtype: torch.dtype
@@ -239,7 +239,7 @@ def _header(ordered: list[tuple[str, SavedTensor]]) -> bytes:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """What a safetensors file holds, after a check that its structure is sound.
+    """Reads the header of a safetensors file, and checks that its structure is sound.
 
     Raises:
         CheckpointError: The file is missing, cut short, or its header contradicts its length;
@@ -307,7 +307,7 @@ def _check_extent(path: Path, stored: dict[str, StoredTensor], base: int, size: 
 
 
 def read_headers(paths: list[Path]) -> dict[str, StoredTensor]:
-    """What several files hold together.
+    """Reads the headers of several files as one.
 
     Raises:
         CheckpointError: See read_header; or a tensor is in two files.

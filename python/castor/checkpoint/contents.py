@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever its layout: what a conversion reads and writes."""
+"""The contents of a checkpoint in any layout, which a conversion reads and writes."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Contents:
     """Other keys of these tensors, and the key in `weights`."""
     optimizers: list[OptimizerState] = field(default_factory=list)
     hub: dict[str, Any] | None = None
-    """How save_pretrained lays the model out: see castor.checkpoint.manifest.read_hub."""
+    """The layout of save_pretrained: see castor.checkpoint.manifest.read_hub."""
     trainer: dict[str, Any] | None = None
     """The document of a run's trainer.json."""
     files: list[Path] = field(default_factory=list)
-    """What lies beside the weights: configs, a tokenizer."""
+    """Files beside the weights: configs, a tokenizer."""
     left_out: list[str] = field(default_factory=list)
-    """What the source has and the target will not."""
+    """Names that the source has and the target will not have."""
 
     @property
     def bytes(self) -> int:
@@ -70,7 +70,7 @@ class Contents:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a manifest says of the model: see castor.checkpoint.model.about_model."""
+        """Returns the manifest's facts of the model: see castor.checkpoint.model.about_model."""
         return {"tied": self.tied, "hub": self.hub}
 
     def weight(self, name: str) -> str | None:
@@ -115,7 +115,7 @@ def _flat(memory: mmap.mmap, tensor: StoredTensor) -> torch.Tensor:
 
 
 def _copied(memory: mmap.mmap, tensor: StoredTensor) -> torch.Tensor:
-    """Of a tensor that is not aligned to its type."""
+    """Copies a tensor that is not aligned to its type."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     memory_of(copy)[:] = memoryview(memory)[tensor.start : tensor.end]
     return copy
@@ -165,13 +165,13 @@ def read_hf(path: Path) -> Contents:
 
 
 def read_castor_optimizer(path: Path) -> Contents:
-    """What booster.save_optimizer wrote."""
+    """Reads what booster.save_optimizer wrote."""
     verify(path, PART_MANIFEST)
     return Contents(optimizers=[_read_optimizer(path)])
 
 
 def read_run(path: Path) -> Contents:
-    """What booster.save wrote; `path` as in booster.load."""
+    """Reads what booster.save wrote; `path` as in booster.load."""
     directory = find(path)
     verify(directory, RUN_MANIFEST)
     model = directory / "model"

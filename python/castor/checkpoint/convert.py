@@ -61,17 +61,17 @@ _ZIP = b"PK\x03\x04"
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What a conversion did."""
+    """The result of a conversion."""
 
     kind: str
-    """Of the source, in words."""
+    """Kind of the source, in words."""
     num_weights: int
     num_states: int
     """Parameters with optimizer states."""
     bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     left_out: list[str]
-    """What the source has and the target has not."""
+    """Names that the source has and the target has not."""
 
     def describe(self, source: Path, target: Path, to: str) -> str:
         """A sentence for the terminal."""
@@ -180,7 +180,7 @@ def checked_precision(name: str) -> Precision:
 
 
 def kind_of(path: Path) -> Kind:
-    """What a path holds, seen from its contents.
+    """Returns the kind of checkpoint at a path, by its contents.
 
     Raises:
         CheckpointError: Nothing that castor converts.
@@ -312,7 +312,7 @@ def _in_files(contents: Contents, build: BuildModel | None) -> tuple[Contents, H
 
 
 def _trainer(contents: Contents) -> dict[str, Any]:
-    """Of a run of which nobody wrote one: optimizer steps alone are known."""
+    """Makes the trainer's state of a run that has none: only optimizer steps are known."""
     counts = [0.0]
     for state in contents.optimizers:
         counts += [

@@ -32,7 +32,7 @@ BuildModel = Callable[[Path], nn.Module | None]
 
 
 def hub_names_in(contents: Contents, build: BuildModel | None) -> HubNames | None:
-    """How save_pretrained would lay out the files of a checkpoint's model.
+    """Returns the layout in which save_pretrained would write a checkpoint's model.
 
     Args:
         contents: With weights under the model's names.

@@ -59,7 +59,7 @@ class ResumableLoader(DataLoader[Any]):
         return _Batches(super().__iter__(), self._castor_position)
 
     def _go_behind(self, state: dict[str, Any]) -> Any:
-        """What is left of the epoch, in batches that it was not cut into before."""
+        """Returns the rest of the epoch, in batches of another size than before."""
         sampler = _sampler_of(self)
         sampler.set_epoch(state["begun"]["sampler_epoch"])
         sampler.begin = state["order"]["taken"]
@@ -84,7 +84,7 @@ class ResumableLoader(DataLoader[Any]):
         return _Batches(batches, self._castor_position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest iteration stands; between epochs only the generators' states."""
+        """Returns the position of the latest iteration; between epochs only generators' states."""
         if self._castor_resume is not None:
             return self._castor_resume[0]
         position = self._castor_position
@@ -101,7 +101,7 @@ class ResumableLoader(DataLoader[Any]):
         }
 
     def _order(self, handed_out: int) -> dict[str, Any] | None:
-        """Where all ranks are together, None where the sampler does not know."""
+        """Returns the position of all ranks together; None where the sampler has none."""
         sampler = _rank_sampler(self)
         if sampler is None:
             return None
@@ -154,7 +154,7 @@ class ResumableLoader(DataLoader[Any]):
 
 @dataclass
 class _Position:
-    """How far the latest iteration is. The loader holds this, not the iterator and its workers."""
+    """The progress of the latest iteration. The loader holds it, not the iterator's workers."""
 
     begun: dict[str, Any] | None
     handed_out: int = 0

@@ -52,7 +52,7 @@ _CLASSES = {
     "pathlib": {"Path", "PosixPath"},
     "pathlib._local": {"Path", "PosixPath"},
 }
-"""What may be in `.metadata`, which is a pickle."""
+"""Classes that may be in `.metadata`, which is a pickle."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -166,7 +166,7 @@ class _Reader:
 
 
 def read_dcp(directory: Path, names: Sequence[str] | None) -> Contents:
-    """What dcp.save wrote of {"model": ..., "optimizer": ...}, of one of them, or of a model alone.
+    """Reads what dcp.save wrote of {"model": ..., "optimizer": ...}, or of a part of it.
 
     Raises:
         CheckpointError: It is damaged, or holds something else.

@@ -18,10 +18,10 @@ from castor.checkpoint.writer import Writer
 from castor.errors import IoError
 
 PIECE_BYTES = 4 * 2**20
-"""What is read, hashed or written at once; no buffer of a save or a check is larger."""
+"""Bytes that are read, hashed or written at once; no buffer of a save is larger."""
 
 Piece = tuple[bytes | memoryview, Sequence[_C.Checksum]]
-"""What is written, and what it is a part of beside its file."""
+"""Bytes that are written, and the checksums they count in beside their file's."""
 
 OVERHEAD_BYTES = 2**20
 """Asked of the disk beyond the tensors: headers, JSON, directories."""
@@ -29,7 +29,7 @@ OVERHEAD_BYTES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """What a manifest knows of a file: size in bytes, checksums as 32 hex digits of XXH3-128."""
+    """A manifest's entry of a file: size in bytes, checksums as 32 hex digits of XXH3-128."""
 
     size: int
     checksum: str
@@ -106,7 +106,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_behind(*, ahead: bool = False) -> WriteBehind:
-    """Of buffers of PIECE_BYTES."""
+    """Makes a writer with buffers of PIECE_BYTES."""
     return WriteBehind(PIECE_BYTES, ahead=ahead)
 
 

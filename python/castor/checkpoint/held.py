@@ -19,7 +19,7 @@ from castor.runtime.engine import Engine
 from castor.runtime.model_parts import Runs, Segments
 
 Part = tuple[int, torch.Tensor]
-"""What a rank keeps of a tensor: where it begins, in elements in the order of memory, and those."""
+"""A rank's shard of a tensor: its begin, in elements in memory order, and the elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class HeldTensor(ComputedTensor):
 
     engine: Engine
     index: int
-    """Of the parameter."""
+    """Index of the parameter."""
     part: Callable[[], Part]
     """Makes what this rank keeps of its tensor, without asking others."""
     runs: Runs | Segments | None = None
-    """Where its tensor lies in the one that is saved; None: it is that."""
+    """Place of its tensor in the one that is saved; None: they are one."""
     states: bool = True
     """Whether it is made of the optimizer's states; else of weights alone."""
     in_order_of_memory: bool = False
@@ -75,7 +75,7 @@ def held(
     shape: Sequence[int] | None = None,
     states: bool = True,
 ) -> HeldTensor:
-    """What is made of parameter `index`.
+    """Makes a tensor that is computed of parameter `index`.
 
     Args:
         engine: Whose parameter it is.
@@ -112,6 +112,6 @@ def held_weights(engine: Engine, param: nn.Parameter) -> HeldTensor:
 
 
 def part_of_weights(engine: Engine, index: int) -> Part:
-    """Of the parameter's memory, whose order is that of its elements."""
+    """Returns this rank's shard of the parameter's memory, in the order of its elements."""
     first, _ = engine.session.saved_piece(index)
     return first, engine.session.saved_weights_of_piece(index)

@@ -39,7 +39,7 @@ from castor.runtime.weight_conversions import (
 
 @dataclass(frozen=True, kw_only=True)
 class HubNames:
-    """How the tensors of a transformers model are laid out in the files of save_pretrained."""
+    """The layout of a transformers model's tensors in the files of save_pretrained."""
 
     model: Any
     """The model, or one like it on the meta device: conversions read its config."""
@@ -145,7 +145,7 @@ class HubNames:
         return planned
 
     def revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What transformers makes of tensors when it saves them.
+        """Converts tensors as transformers does when it saves them.
 
         Raises:
             CheckpointError: It cannot.
@@ -166,7 +166,7 @@ class HubNames:
 
 
 def hub_names_of(model: nn.Module) -> HubNames | None:
-    """How save_pretrained lays a model's tensors out; None: it is no model of transformers."""
+    """Returns save_pretrained's layout of a model; None: it is no model of transformers."""
     model = compiled_from(model)
     engines = engines_holding(model)
     for engine in engines:
@@ -531,7 +531,7 @@ def own_runs(
 def record_of(
     layout: FileLayout, tensors: Mapping[str, SavedTensor], *, in_files: bool
 ) -> dict[str, Any]:
-    """What a manifest says of a layout, so that `castor convert` writes the same files.
+    """Returns the manifest's record of a layout, by which `castor convert` writes the same files.
 
     Args:
         layout: Of the model.

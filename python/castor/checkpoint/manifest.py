@@ -12,10 +12,10 @@ from castor.checkpoint.sealed_json import read_sealed, seal
 from castor.errors import CheckpointError
 
 RUN_MANIFEST = "manifest.json"
-"""Of the directory that booster.save makes: it lists the manifests of its parts."""
+"""Manifest of the directory that booster.save makes: it lists the manifests of its parts."""
 
 PART_MANIFEST = "castor-manifest.json"
-"""Of a model's or an optimizer's directory, where other programs keep files too."""
+"""Manifest of a model's or an optimizer's directory, where other programs keep files too."""
 
 _FORMAT = "castor-manifest-1"
 
@@ -64,7 +64,7 @@ def read_tied(directory: Path, name: str) -> dict[str, str]:
 
 
 def read_hub(directory: Path, name: str) -> dict[str, Any] | None:
-    """How save_pretrained lays the model out: castor.checkpoint.hub_names.record_of.
+    """Reads the layout of save_pretrained, as castor.checkpoint.hub_names.record_of wrote it.
 
     Returns:
         None for a model that is not transformers', or was written before castor knew of such names.

@@ -84,7 +84,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def kept_keys(model: nn.Module, tensors: Mapping[str, int]) -> set[str]:
-    """Of keys with the number of their tensor, one for each.
+    """Returns one key for each tensor, of keys with the numbers of their tensors.
 
     The one that transformers ties the others to, or the first.
     """
@@ -118,7 +118,7 @@ def _numbers(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, i
 
 
 def tensors_of(model: nn.Module, share: Share | None) -> dict[str, SavedTensor]:
-    """What is written of a model, by key; what boosted models hold is at home.
+    """Returns the tensors that are written of a model, by key, with boosted models' at home.
 
     Args:
         model: Boosted or not.
@@ -179,7 +179,7 @@ def save_model(
 def about_model(
     model: nn.Module, tensors: Tensors, names: HubNames | None, *, in_files: bool
 ) -> dict[str, Any]:
-    """What the manifest of a model's directory says of it, besides its files.
+    """Returns the facts of a model in its directory's manifest, besides its files.
 
     Args:
         model: That is written.
@@ -293,7 +293,7 @@ def _in_turn(
     share: Share | None,
     order: Iterable[str] | None = None,
 ) -> dict[str, SavedTensor]:
-    """What is read when it is written: parameters of boosted models, wholes of ranks' parts.
+    """Returns tensors that are read when they are written: boosted parameters, ranks' shards.
 
     Args:
         model: That has the tensors.

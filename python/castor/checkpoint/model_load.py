@@ -50,7 +50,7 @@ Sources = Callable[[Callable[[str, torch.Tensor], None]], None]
 
 @dataclass(kw_only=True)
 class Comparison:
-    """How a checkpoint's keys and shapes differ from a model's."""
+    """The differences between a checkpoint's keys and shapes and a model's."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -195,7 +195,7 @@ def _match(
     engines: list[Engine],
     others: dict[str, tuple[int, tuple[int, ...]]],
 ) -> tuple[Comparison, Sources]:
-    """How a model's files differ from the model, and what reads them.
+    """Compares a model's files with the model, and returns what reads them.
 
     Raises:
         CheckpointError: The files contradict themselves.
@@ -353,7 +353,7 @@ def _check_packed(
     stored: dict[str, StoredTensor],
     targets: dict[str, torch.Tensor],
 ) -> dict[str, StoredTensor]:
-    """What is to be read, where the rest, which unpacks it, is what the layers have already.
+    """Returns the tensors to read, where the layers have already what unpacks them.
 
     A state dict hands out copies of some of that, in which a load would be lost.
 
@@ -472,7 +472,7 @@ def from_files(
     stored: Mapping[str, StoredTensor],
     key_mapping: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What the model's class reads of a checkpoint: lazy tensors by key, and its loading info.
+    """Returns the lazy tensors that the model's class reads of a checkpoint, and loading info.
 
     Args:
         model: Of transformers, or of a library like it.

@@ -50,14 +50,14 @@ _OURS = re.compile(
 
 
 class Scaler(Protocol):
-    """What a checkpoint needs of the loss scaler."""
+    """The interface of the loss scaler to checkpoints."""
 
     def state_dict(self) -> dict[str, float | int]: ...  # noqa: D102
     def load_state_dict(self, state: dict[str, float | int]) -> None: ...  # noqa: D102
 
 
 class Driver(Protocol):
-    """What a checkpoint needs of the step of a boosted optimizer (StepDriver)."""
+    """The interface of a boosted optimizer's step (StepDriver) to checkpoints."""
 
     engine: Engine
     fused: bool
@@ -230,7 +230,7 @@ def tensors_and_numbers(
 
 
 def _of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
-    """What some classes keep in `state` beside the entries of parameters, such as a counter."""
+    """Returns the values in `state` beside the entries of parameters, such as a counter."""
     state: dict[Any, Any] = optimizer.state
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 

@@ -35,7 +35,7 @@ class OptimizerLoad:
     stored: dict[str, StoredTensor]
     numbers: dict[str, dict[str, Any]]
     of_no_parameter: dict[Any, Any]
-    """What the class keeps in `state` beside the entries of parameters."""
+    """Values in `state` beside the entries of parameters."""
     groups: list[dict[str, Any]]
     """Options of the optimizer's own groups, in its order."""
     loss_scaler: dict[str, float | int] | None

@@ -1,4 +1,4 @@
-"""How fast a save works beside the training, where nobody waits for it."""
+"""The pace of a save beside the training, while nobody waits for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from castor import _C
 
 _PART_OF_CORES = 1 / 40
-"""Of the cores of this process."""
+"""Share of this process's cores."""
 
 _LOOK_SECONDS = 0.1
-"""How long it may take to see that the process ends."""
+"""Longest time until it is seen that the process ends."""
 
 
 class Pace:
@@ -67,5 +67,5 @@ class Pace:
             self._idle = None
 
     def _seconds(self) -> float:
-        """Of a processor, that the work has taken so far."""
+        """Processor time that the work has taken so far."""
         return time.thread_time() + (self._idle.seconds if self._idle else 0.0)

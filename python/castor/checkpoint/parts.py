@@ -28,13 +28,13 @@ ParamOf = Callable[[str], torch.Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class _Described:
-    """What ranks with some stages have, without values."""
+    """The tensors of ranks with some stages, without values."""
 
     stage: int
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     """By key, in their order; shapes are those of whole tensors."""
     numbers: Mapping[str, dict[str, Any]]
-    """What else there is, by parameter."""
+    """Other entries, by parameter."""
 
 
 def model_in_whole(
@@ -44,7 +44,7 @@ def model_in_whole(
     share: Share,
     order: Iterable[str],
 ) -> dict[str, SavedTensor]:
-    """What ranks with parts of a model write together: whole tensors. Collective.
+    """Returns the full tensors that ranks with shards of a model write together. Collective.
 
     Args:
         engine: Of the model.
@@ -87,7 +87,7 @@ def optimizer_in_whole(
 def shards_in_whole(
     model: nn.Module | None, tensors: Mapping[str, SavedTensor], kind: str
 ) -> dict[str, SavedTensor]:
-    """Where torch divides tensors, wholes made in their turn; `kind`: where ranks look keys up."""
+    """Makes full tensors of torch's shards in their turn; `kind` names the ranks' lookup."""
     saved = dict(tensors)
     for key, tensor in tensors.items():
         if is_dtensor(tensor):
@@ -130,7 +130,7 @@ def _of_all(
 def _own(
     parts: ModelParts, tensors: Mapping[str, SavedTensor], param_of: ParamOf
 ) -> dict[str, SavedTensor]:
-    """What this rank writes of its tensors, as parts of wholes."""
+    """Returns this rank's tensors as shards of the full ones that are written."""
     own: dict[str, SavedTensor] = {}
     for key, tensor in tensors.items():
         param = param_of(key)
@@ -150,12 +150,12 @@ def _own(
 
 
 def shape_of_scales(shape: Sequence[int]) -> tuple[int, int]:
-    """Of the scales that moments of a shape have where they are rounded in blocks."""
+    """Returns the shape of the scales of block-rounded moments."""
     return -(-math.prod(shape) // _C.MOMENT_BLOCK), 2
 
 
 def _without_values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """What stands for a tensor that other ranks write."""
+    """Makes a placeholder for a tensor that other ranks write."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -167,7 +167,7 @@ def values_of(tensor: SavedTensor) -> torch.Tensor:
 
 
 def whole_shape(engines: list[Engine], tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of a parameter or a buffer, whatever part of it this rank has."""
+    """Returns the full shape of a parameter or a buffer of which this rank has a shard."""
     for engine in engines:
         if engine.parts and (shape := engine.parts.whole_shape(tensor)) is not None:
             return shape
@@ -219,7 +219,7 @@ def own_targets(
 
 
 def names_of_others(engine: Engine) -> set[str]:
-    """Of parameters that the optimizer of the whole model trains, those that other ranks have."""
+    """Returns the names of trained parameters that other ranks have."""
     whole = engine.parts.whole_model if engine.parts else None
     if whole is None:
         return set()

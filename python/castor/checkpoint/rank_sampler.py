@@ -17,7 +17,7 @@ class RankSampler(DistributedSampler[Any]):
     """
 
     begin = 0
-    """How many samples of the epoch are not handed out."""
+    """Number of samples of the epoch that are not handed out."""
 
     def __iter__(self) -> Iterator[int]:
         """This rank's indices of the epoch."""
@@ -38,12 +38,12 @@ class RankSampler(DistributedSampler[Any]):
 
     @property
     def order(self) -> dict[str, Any]:
-        """What decides the order of the samples of an epoch, by its name in a message."""
+        """Returns the values that decide an epoch's order of samples, by their names in messages."""
         num_samples = len(self.dataset)  # type: ignore[arg-type]
         return {"num_samples": num_samples, "shuffle": self.shuffle, "seed": self.seed}
 
     def taken(self, batches: int, batch_size: int) -> int:
-        """How many samples of the order all ranks have taken together.
+        """Returns the number of samples that all ranks have taken together.
 
         Args:
             batches: Handed out on each rank, from `begin` on.

@@ -86,7 +86,7 @@ class Reading:
         return self.share is not None and not self.share.first
 
     def follow(self, target: Path, needed: int, files: Mapping[str, Tensors]) -> None:
-        """Where it follows: writes its part of the files.
+        """Writes this rank's share of the files, where another rank leads.
 
         Raises:
             IoError: The disk refuses.
@@ -121,7 +121,7 @@ class Reading:
             self._begin_copies()
 
     def _begin_copies(self) -> None:
-        """Of chunks that would be held longest first."""
+        """Begins the copies, first of chunks that would be held longest."""
         ranks = 1 if self.share is None else self.share.num_ranks
         most = host_memory().available_bytes // (_PART_OF_MEMORY * ranks)
         for engine, left in self._chunks.items():
@@ -170,7 +170,7 @@ def share_of(reading: Reading | None) -> Share | None:
 
 
 def write_of(reading: Reading | None) -> Write:
-    """How the save writes its files: by itself, or with other ranks."""
+    """Returns the function that writes the save's files, alone or with other ranks."""
     return write_files if reading is None else reading.write
 
 

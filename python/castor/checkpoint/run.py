@@ -49,18 +49,18 @@ TRAINER_FORMAT = "castor-trainer-1"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """What booster.load found beside the states."""
+    """The values that booster.load found beside the states."""
 
     step: int
     """Optimizer steps that the run had taken."""
     extra: Any
-    """What booster.save was given as extra."""
+    """The `extra` that booster.save was given."""
     path: Path
     """The directory that was read."""
 
 
 def process_state(dataloader: Any) -> dict[str, Any]:
-    """What each process has of its own: random states and data position, as JSON holds them."""
+    """Returns a process's own random states and data position, as JSON holds them."""
     return {
         "dataloader": None if dataloader is None else _position_of(dataloader),
         "rng": encode(rng.snapshot(), "rng"),
@@ -214,7 +214,7 @@ def _position_of(dataloader: Any) -> dict[str, Any]:
 
 
 def _position_class(dataloader: Any) -> str:
-    """Whose state_dict it is: a loader that wraps another one may speak its words."""
+    """Returns the class that writes the state_dict: a wrapping loader may pass on another's."""
     return str(getattr(dataloader, "position_class", type(dataloader).__name__))
 
 
@@ -320,7 +320,7 @@ def prepare_load(
 
 
 def read_trainer(directory: Path) -> dict[str, Any]:
-    """What a verified run's directory has beside model and optimizers.
+    """Reads what a verified run's directory has beside model and optimizers.
 
     Raises:
         CheckpointError: It is of another format.

@@ -1,4 +1,4 @@
-"""What a rank gives of its parts while another one writes the whole."""
+"""Serves a rank's shards to the rank that writes the full tensors."""
 
 from __future__ import annotations
 

@@ -60,12 +60,12 @@ class Share:
 
     @property
     def num_ranks(self) -> int:
-        """That take part."""
+        """Number of ranks that take part."""
         return self._peers.size
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """What the block raises all ranks hear, and raise too."""
+        """Makes all ranks raise what the block raises on one."""
         try:
             yield
         except Exception as error:
@@ -75,7 +75,7 @@ class Share:
             raise
 
     def gather(self, value: Any = None) -> list[Any]:
-        """What every rank gives, in rank order; every rank calls it.
+        """Returns the values of all ranks, in rank order; every rank calls it.
 
         Raises:
             Exception: What the first of those that failed has raised.

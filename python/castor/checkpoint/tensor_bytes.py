@@ -12,7 +12,7 @@ from castor.checkpoint.files import PIECE_BYTES
 from castor.lazy.files import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""What the safetensors format calls them."""
+"""Names of types in the safetensors format."""
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

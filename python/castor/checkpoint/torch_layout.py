@@ -61,7 +61,7 @@ def in_memory_of_files(contents: Contents, staging: Path) -> Contents:
 
 
 def model_state(contents: Contents) -> dict[str, SavedTensor]:
-    """As model.state_dict(): tied weights under all their keys."""
+    """Returns the weights as model.state_dict() does: tied ones under all their keys."""
     tied = {alias: contents.weights[key] for alias, key in contents.tied.items()}
     return contents.weights | tied
 
@@ -83,7 +83,7 @@ def by_name(states: Sequence[OptimizerState]) -> dict[str, Any]:
 
 
 def by_position(state: OptimizerState) -> dict[str, Any]:
-    """As optimizer.state_dict(), with the parameters' names in the groups."""
+    """Returns the state as optimizer.state_dict() does, with parameters' names in the groups."""
     document = by_name([state])
     position: dict[str, int] = {}
     for group in document["param_groups"]:
@@ -297,7 +297,7 @@ def _optimizer_files(directory: Path) -> list[Path]:
 
 
 def _load(path: Path) -> dict[Any, Any]:
-    """What a file of torch.save holds; its tensors stay in the file."""
+    """Loads a file of torch.save, whose tensors stay in the file."""
     try:
         document = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:

@@ -1,4 +1,4 @@
-"""Where bytes go in a file: past the page cache, where a block is whole."""
+"""Writes the bytes of a file, full blocks past the page cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Writer:
         self._allowed = True
 
     def seek(self, offset: int) -> None:
-        """What comes next goes to that byte of the file.
+        """Continues at that byte of the file.
 
         Raises:
             OSError: The disk refuses what came before.
@@ -163,5 +163,5 @@ class Writer:
 
 
 def _blocks(offset: int) -> int:
-    """Where the next block begins."""
+    """Returns the begin of the next block."""
     return -(-offset // _BLOCK_BYTES) * _BLOCK_BYTES

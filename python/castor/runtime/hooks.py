@@ -34,7 +34,7 @@ class ModuleHook(functools.partial[Any]):
         return does_nothing
 
     def __reduce_ex__(self, _: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Makes pickle and torch.save write a hook that does nothing, which reads as an ordinary model."""
+        """Makes pickle and torch.save write a hook that does nothing."""
         return operator.itemgetter(0), ((does_nothing,),)
 
 
