@@ -38,7 +38,7 @@ class RankSampler(DistributedSampler[Any]):
 
     @property
     def order(self) -> dict[str, Any]:
-        """Returns the values that decide an epoch's order of samples, by their names in messages."""
+        """Returns the values that decide an epoch's order, by their names in messages."""
         num_samples = len(self.dataset)  # type: ignore[arg-type]
         return {"num_samples": num_samples, "shuffle": self.shuffle, "seed": self.seed}
 

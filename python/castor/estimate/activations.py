@@ -1,4 +1,4 @@
-"""What castor does about activations, in an estimate: blocks that run again, logits in tiles."""
+"""The treatment of activations in an estimate: recomputed blocks, logits in tiles."""
 
 from __future__ import annotations
 
@@ -70,27 +70,27 @@ class RecomputedBlocks:
         return self._profile.take()
 
     def recomputes(self, block: int) -> bool:
-        """As Decisions."""
+        """Whether the block is recomputed, as in Decisions."""
         return block < self.num_blocks
 
     def decide(self, _block: int, _inputs: Iterable[Any]) -> Decided:
-        """As Decisions: all are."""
+        """Decides as Decisions does: all blocks are recomputed."""
         return "recompute"
 
     @property
     def may_run_again(self) -> bool:
-        """As Decisions: none has to."""
+        """Whether a block may run again: none has to."""
         return True
 
     def offloading(self) -> AbstractContextManager[None]:
-        """As Decisions: none is."""
+        """Offloads nothing, unlike other Decisions."""
         return nullcontext()
 
     def fell_short(self, tier: str) -> None:
-        """As Decisions: that does not happen."""
+        """Does nothing: memory does not fall short on paper."""
 
     def open(self, block: int) -> BlockRun:
-        """As Decisions."""
+        """Opens the profile of a block's pass, as in Decisions."""
         assert self._profile is not None
         return self._profile.open(block)
 
@@ -109,7 +109,7 @@ class Logits:
         return self._head is not None and self._position >= 0
 
     def rows_per_tile(self, rows: int, device_bytes: int, tile_logits: TileLogits = "auto") -> int:
-        """As GeminiPlugin(tile_logits=...) decides; 0: all at once."""
+        """Decides as GeminiPlugin(tile_logits=...) does; 0: all at once."""
         if self._head is None or self._position < 0 or tile_logits is False:
             return 0
         return rows_per_tile(rows, self._head, tile_logits, device_bytes)

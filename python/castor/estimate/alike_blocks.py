@@ -1,4 +1,4 @@
-"""What a row of alike blocks does, from what four of them do when a stage is recorded.
+"""Derives the events of a row of alike blocks from those of four recorded ones.
 
 Of a stage's blocks the first three and the last run. Those in between do what the third does,
 beside what as many more blocks keep: as the third does what the second does, which is looked at.
@@ -139,7 +139,7 @@ class AlikeBlocks:
     def whole(
         self, moments: Sequence[Moment], forward: int, backward: int
     ) -> tuple[list[Moment], list[int], list[int]]:
-        """What all blocks do.
+        """Returns the events of all blocks.
 
         Args:
             moments: What was recorded.
@@ -172,7 +172,7 @@ class AlikeBlocks:
         return told.moments, ends[:2], beside[:2]
 
     def _third(self, part: Sequence[Moment]) -> _Third | None:
-        """What the third block does in a part of a pass; None: no block runs in it."""
+        """Returns the third block's events in a part of a pass; None: no block runs in it."""
         blocks = [self._block(moment) for moment in part]
         runs = [b for i, b in enumerate(blocks) if b is not None and blocks[i - 1 : i] != [b]]
         if not runs:
@@ -234,7 +234,7 @@ class AlikeBlocks:
         return self._param_of[moment.position] if moment.kind == GRAD_READY else moment.position
 
     def _in(self, block: int, moment: Moment) -> int | None:
-        """Of these, that in a block's own; None: it is of another."""
+        """Returns the number within a block's own; None: it is another block's."""
         row = (self._params if moment.kind == GRAD_READY else self._modules)[block]
         return row.index(self._at(moment)) if self._at(moment) in row else None
 
@@ -255,10 +255,10 @@ class AlikeBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class _Third:
-    """What the third block does in a part of a pass."""
+    """The third block's events in a part of a pass."""
 
     begin: int
-    """Of its moments."""
+    """Begin of its events."""
     end: int
     """Likewise."""
     of_each: int
@@ -279,7 +279,7 @@ class _Told:
         self._missing = {chunk: set(params) for chunk, params in self._params.items()}
 
     def gradient(self, moment: Moment) -> None:
-        """That of a parameter has come, at the beginning of a moment."""
+        """Counts a parameter's gradient that has come at the begin of an event."""
         chunk = self._chunks[moment.position]
         missing = self._missing[chunk]
         missing.discard(moment.position)

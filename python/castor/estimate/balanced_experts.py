@@ -19,7 +19,7 @@ from castor.distributed.tensor_ranks import TensorRanks
 
 
 def count_experts(model: nn.Module) -> dict[str, int]:
-    """Those of each module that HybridParallelPlugin(ep_size=...) divides, by its name."""
+    """Counts the experts of each module that HybridParallelPlugin(ep_size=...) divides, by name."""
     return {
         name: count
         for name, module in model.named_modules()
@@ -54,7 +54,7 @@ def _balanced(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """As own_experts, of the first choices of the first tokens.
+    """Computes as own_experts does, with the first choices of the first tokens.
 
     Args:
         count: Experts of all ranks.

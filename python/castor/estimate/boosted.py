@@ -1,4 +1,4 @@
-"""What a step of a boosted model takes at least, found on a copy of it without values."""
+"""Finds the least memory of a boosted model's step, on a copy without values."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _HOOKS = (
     "_backward_hooks",
 )
 _MARGIN = 1.05
-"""What is promised has so much more room than was found on paper."""
+"""Factor by which promised memory is above the simulated one."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Of a step of which every block is recomputed."""
+    """The memory of a step in which every block is recomputed."""
 
     total_bytes: int
-    """Of device memory, at least."""
+    """Device bytes, at least."""
     module: str
-    """That needs it."""
+    """Module that needs them."""
     nonmodel_bytes: int
     """Activations and temporaries, at most."""
 
@@ -62,7 +62,7 @@ class StepsOnPaper:
         tile_logits: TileLogits,
         device: str,
     ) -> None:
-        """Of a model, which is looked at when something is asked first.
+        """Takes a model, which is traced at the first question.
 
         Args:
             model: Boosted.
@@ -101,7 +101,7 @@ class StepsOnPaper:
         return need.total_bytes <= self._budget
 
     def advice(self, shape: Shape) -> str:
-        """What a step needs, and the largest that would do; "": that cannot be told."""
+        """Describes the memory of a step, and the largest step that fits; "": not known."""
         with _undisturbed():
             try:
                 return self._advice(shape)

@@ -28,12 +28,12 @@ class Link:
     """Between ranks."""
 
     bytes_per_second: float
-    """That a rank sends, while it receives as many."""
+    """Bytes per second that a rank sends while it receives as many."""
     latency: float = 0.0
     """Seconds until the first byte is there."""
 
     def seconds(self, num_bytes: float) -> float:
-        """Of one message."""
+        """Seconds of one message."""
         return self.latency + num_bytes / self.bytes_per_second
 
     def collective(self, operation: str, num_bytes: float, ranks: int) -> float:
@@ -71,7 +71,7 @@ class Cluster:
     link: Link
     """Between ranks of a node."""
     network: Link
-    """Of a rank to other nodes."""
+    """Link of a rank to other nodes."""
     on_host: bool
     """Whether ranks compute on the host's processors, which updates and exchanges need too."""
     at_once: int
@@ -81,11 +81,11 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """Of all nodes."""
+        """Number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     def between(self, ranks: int) -> Link:
-        """What neighbours exchange through, so many of them in a row."""
+        """Returns the link between neighbours, so many of them in a row."""
         return self.link if ranks <= self.ranks_per_node else self.network
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What copies of a model on several ranks keep together, and give each other in a step."""
+"""Memory and traffic of data-parallel replicas in a step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class SentByRank:
 
 
 def ranks_of_homes(layout: Layout, cluster: Cluster) -> int:
-    """That keep parameters and gradients together: those of a host, which compute there."""
+    """Returns the number of ranks that share parameters and gradients: those of a host."""
     return _ranks_of_a_node(layout, cluster) if cluster.on_host else 1
 
 
 def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
-    """Those of a node that have the same parameters."""
+    """Returns the number of a node's ranks that have the same parameters."""
     apart = layout.of_layers * layout.stages
     return max(1, min(layout.replicas, cluster.ranks_per_node // apart))
 
@@ -32,7 +32,7 @@ def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
 def sent_between_copies(
     layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int
 ) -> SentByRank:
-    """What the reduction of gradients and the gathering of weights send.
+    """Returns the bytes that the reduction of gradients and the gathering of weights send.
 
     Copies of a model that compute on one host share their weights and gradients: each rank reads
     what the others have of its part. So do those of each of several machines, between which sums of

@@ -1,4 +1,4 @@
-"""What copies of a model on the ranks of a cluster take (`castor estimate --nproc`)."""
+"""Estimates data-parallel replicas on a cluster (`castor estimate --nproc`)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from castor.runtime.engine import WORKING_DTYPES
 
 @dataclass(frozen=True, kw_only=True)
 class RanksEstimate:
-    """Of a step; memory of each rank."""
+    """Estimate of a step, with the memory of each rank."""
 
     fits: bool
     device_bytes: int
-    """That it needs at least, chunks streamed."""
+    """Device bytes that a rank needs at least, with streamed chunks."""
     host_bytes: int
-    """Where ranks keep weights and gradients together, its share of these."""
+    """Host bytes of a rank; of shared weights and gradients its share."""
     nvme_bytes: int
     step_time_s: float
     """Did it fit or not."""
     bound: str
-    """What takes longest; see LayoutCost.busy."""
+    """Resource that takes longest; see LayoutCost.busy."""
     tokens_per_s: float
-    """Of all ranks."""
+    """Tokens per second of all ranks."""
     busy_s: dict[str, float]
     node_bytes: int
-    """That a rank sends to others of its node: gradients and weights."""
+    """Bytes that a rank sends to others of its node: gradients and weights."""
     network_bytes: int
     """... and to other nodes."""
 

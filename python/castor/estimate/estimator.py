@@ -37,12 +37,12 @@ from castor.runtime.spec import ModelSpec
 _NVME = 3e9
 """Bytes per second of the disk that is proposed: one of consumers' machines."""
 _MAX_BATCH = 2**20
-"""Where the search for the largest batch ends."""
+"""Bound of the search for the largest batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a training step takes. Sizes are bytes, times seconds."""
+    """Estimate of a training step. Sizes are bytes, times seconds."""
 
     fits: bool
     device_bytes: int
@@ -52,7 +52,7 @@ class Estimate:
     nvme_bytes: int
     """Optimizer state, parameters and gradients that the host has no room for."""
     nvme_weight_bytes: int
-    """Of these: parameters and gradients."""
+    """Share of these for parameters and gradients."""
     step_time_s: float | None
     """None where the step does not fit."""
     bound: str | None
@@ -66,24 +66,24 @@ class Estimate:
     """Tokens of the longest samples of which the workload's batch fits; 0 where none does, None
     where samples are images."""
     busy_s: dict[str, float]
-    """How long each resource is busy in a step, did it fit or not."""
+    """Seconds that each resource is busy in a step, whether it fits or not."""
     parameters: int
     flops: int
-    """Of a step, recomputation included."""
+    """FLOPs of a step, recomputation included."""
     nonmodel_bytes: int
     """Peak of activations, temporaries and gradients on their way."""
     blocks: int
-    """Of the model, that may be recomputed or offloaded; 0 with "keep"."""
+    """Number of blocks that may be recomputed or offloaded; 0 with "keep"."""
     recomputed_blocks: int
-    """Of these, those that are."""
+    """Number of blocks that are recomputed."""
     offloaded_blocks: int
-    """Of these, those whose activations wait in host memory instead."""
+    """Number of blocks whose activations wait in host memory."""
     rows_per_tile: int
     """Logits are computed so many rows at a time; 0: all at once."""
     trained_parameters: int
     """Parameters with gradients and optimizer states; with adapters fewer than all."""
     remedies: tuple[str, ...]
-    """What would make it fit; empty where it does."""
+    """Changes that would make it fit; empty where it fits."""
     fits_with: tuple[str, ...]
     """Options with which it fits, other formats, activations or NVMe; empty where it does."""
 
@@ -302,7 +302,7 @@ class Estimator:
         )
 
     def _smaller(self, max_batch: int, max_sequence: int | None) -> str:
-        """What would fit instead of the workload's batch."""
+        """Describes the batch that would fit instead of the workload's."""
         batch, sequence = self.workload.batch, self.workload.sequence
         fits = [f"{max_batch} x {sequence}"] if max_batch else []
         fits += [f"{batch} x {max_sequence}"] if max_sequence else []

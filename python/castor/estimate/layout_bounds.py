@@ -22,7 +22,7 @@ from castor.runtime.engine import WORKING_DTYPES
 _LARGEST_SHARED_CHUNK = 64 << 20
 """Bytes of a chunk of several parameters (kMaxSearchedBytes in csrc/core/chunk_layout.cc)."""
 _ELEMENTS = 1 << 20
-"""Of a parameter of which states are counted."""
+"""Elements of a parameter whose states are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,11 @@ class Whole:
     seconds: float
     kept_bytes: int
     block_seconds: float = 0.0
-    """Of these, in a block; 0: it has none that stages are cut from."""
+    """Seconds in a block; 0: there are no blocks for stages."""
     block_kept_bytes: int = 0
     """Likewise."""
     block_passing_bytes: int = 0
-    """That it has beside these, while its forward runs."""
+    """Bytes of a block beside these while its forward runs."""
     block_bytes: int = 0
     """Parameters of a block."""
     block_sends: bool = False
@@ -67,7 +67,7 @@ class Divided:
 
 
 def passing_bytes(one: StagePass) -> int:
-    """That a stage's forward has more than it keeps, while it runs."""
+    """Returns the bytes that a stage's forward has beside what it keeps, while it runs."""
     return max(moment.nonmodel_bytes for moment in one.forward) - one.kept_bytes
 
 
@@ -180,7 +180,7 @@ def least_lacking(of_all: Divided) -> float:
 
 
 def _blocks_of(of_all: Divided, rank: int) -> int:
-    """That a rank of the pipeline has."""
+    """Returns the number of blocks of a rank of the pipeline."""
     return sum(of_all.layers[stage] for stage in of_all.layout.stages_of(rank))
 
 

@@ -1,4 +1,4 @@
-"""What a step takes of each rank in a layout: memory to the byte's model, time to its bound.
+"""The cost of a step in a layout, for each rank: memory, and time.
 
 A rank's stages are recorded on the meta device (castor.estimate.rank_on_paper). Chunks move as the
 simulator of one rank has it, over the passes that the schedule runs; the schedule, and what ranks
@@ -25,11 +25,11 @@ from castor.estimate.workload import Overlap
 NO_NVME = 2**62
 """Host bytes, so that nothing goes elsewhere: whether all fits is asked afterwards."""
 ROUNDING = 1 - 1e-9
-"""What bounds of seconds are multiplied with."""
+"""Factor of bounds of seconds."""
 
 
 class _Needs:
-    """Of the memory of a machine."""
+    """Needs of memory on a machine."""
 
     device_bytes: int
     host_bytes: int
@@ -49,17 +49,17 @@ class _Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCost(_Needs):
-    """Of a step. Bytes and seconds of the rank that takes most."""
+    """Cost of a step: bytes and seconds of the rank that takes most."""
 
     layout: Layout
     device_bytes: int
-    """That it needs at least, chunks streamed."""
+    """Device bytes that it needs at least, with streamed chunks."""
     host_bytes: int
     """Windows on what is on NVMe included."""
     nvme_bytes: int
-    """What the host has no room for."""
+    """Bytes that the host has no room for."""
     nvme_weight_bytes: int
-    """Of these, parameters and gradients."""
+    """Share of these for parameters and gradients."""
     seconds: float
     busy: dict[str, float]
     """Of "compute", "exchange" (between ranks that share a model), "reduce" (gradients and weights,
@@ -69,20 +69,20 @@ class LayoutCost(_Needs):
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """Resource that takes longest."""
         return max(self.busy, key=lambda name: self.busy[name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search knows of a model's layouts."""
+    """The result of a search over a model's layouts."""
 
     cluster: Cluster
-    """Where."""
+    """Cluster of the layouts."""
     fitting: list[LayoutCost]
     """Fastest first."""
     others: list[LayoutCost]
-    """Where none fits: that which lacks least first."""
+    """Layouts if none fits, with the least lack first."""
     refused: dict[str, str]
     """Ways of dividing that the model does not take, and why."""
     compared: int
@@ -91,14 +91,14 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seconds:
-    """Of a micro-batch in a stage."""
+    """Seconds of a micro-batch in a stage."""
 
     forward: list[float]
     backward: list[float]
     of_weights: list[float]
     exchange: float
     waiting: float
-    """Of these, in which nothing is sent."""
+    """Seconds of these in which nothing is sent."""
 
 
 class End(_Needs):
@@ -142,7 +142,7 @@ class End(_Needs):
 
     @property
     def least_seconds(self) -> float:
-        """Of a step, whatever others do; less than by rounding."""
+        """Lower bound of a step's seconds, whatever other ranks do."""
         layout = self._layout
         passes = layout.microbatches / layout.simulated_microbatches * self._alone * self.slowdown
         return (passes + self.reduce + self.update) * ROUNDING
@@ -273,7 +273,7 @@ def _exchanged(
 def cost_of(
     layout: Layout, stages: Sequence[StagePass], ends: Sequence[End], cluster: Cluster
 ) -> LayoutCost:
-    """What a step takes.
+    """Returns the cost of a step.
 
     Args:
         layout: How ranks are divided.

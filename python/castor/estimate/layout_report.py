@@ -30,7 +30,7 @@ BOUNDS = {
     "bubble": "idle stages",
     "processors": "processors",
 }
-"""What LayoutCost.busy has, in words."""
+"""The resources of LayoutCost.busy, in words."""
 
 
 def search_and_show(
@@ -78,7 +78,7 @@ def search_and_show(
 
 
 def plan_of(cost: LayoutCost, cluster: Cluster, workload: Workload) -> dict[str, Any]:
-    """What write_plan takes."""
+    """Returns the plan that write_plan takes."""
     return {
         "layout": arguments_of(cost, cluster),
         "nodes": cluster.nodes,
@@ -135,12 +135,12 @@ def as_json(found: Found) -> dict[str, Any]:
 
 
 def _samples(layout: Layout) -> int:
-    """Of a step, of ranks that take the same."""
+    """Returns the samples of a step on ranks that take the same."""
     return layout.rows * layout.microbatches
 
 
 def ranks_of(layout: Layout) -> str:
-    """What they divide; copies of the model are dp."""
+    """Describes the division of ranks; replicas are dp."""
     sizes = {"tp": layout.tensor, "ep": layout.experts, "sp": layout.sequence}
     sizes |= {"pp": layout.stages, "dp": layout.data}
     found = [f"{name} {of}" for name, of in sizes.items() if of > 1]

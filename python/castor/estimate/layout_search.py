@@ -288,7 +288,7 @@ class LayoutSearch:
             self.refused.setdefault(what or "one rank", str(error))
 
     def cost(self, layout: Layout, cluster: Cluster) -> LayoutCost:
-        """What a step of the workload takes in a layout.
+        """Returns the cost of a step of the workload in a layout.
 
         Raises:
             UsageError, NotImplementedError: The model cannot be divided so.
@@ -388,7 +388,7 @@ class LayoutSearch:
 
 
 def _refusal(error: Exception, layout: Layout) -> Exception:
-    """What castor says of a layout; raises what is no refusal of it.
+    """Returns castor's refusal of a layout; raises every other error.
 
     Attention refuses what ranks that divide sequences cannot divide where it is called.
     """

@@ -26,7 +26,7 @@ class Layout:
     sequence: int = 1
     """... sequences."""
     mode: Mode = "all_to_all"
-    """How these meet in attention."""
+    """Mode of context parallelism."""
     tokens_between_layers: bool = False
     """Whether the ranks that share layers have their tokens of what lies between."""
     stages: int = 1
@@ -36,14 +36,14 @@ class Layout:
     style: PipelineStyle = "1f1b"
     stages_per_rank: int = 1
     microbatches: int = 1
-    """That the samples of a rank are divided into."""
+    """Number of micro-batches of a rank's samples."""
     rows: int = 1
     """Samples of each."""
     activations: LayoutActivations = "keep"
 
     @property
     def ranks(self) -> int:
-        """Of all copies."""
+        """Number of ranks of all replicas."""
         return self.of_layers * self.sequence * self.stages * self.data
 
     @property
@@ -80,11 +80,11 @@ class Layout:
         return list(range(rank, self.stages * self.stages_per_rank, self.stages))
 
     def division(self) -> Layout:
-        """Of all that differ in micro-batches and schedule alone, the first."""
+        """The first of the layouts that differ in micro-batches and schedule alone."""
         return replace(self, style="1f1b", stages_per_rank=1, microbatches=1, rows=1)
 
     def of_model(self) -> Layout:
-        """Of all whose ranks have the same part of each block, the first."""
+        """The first of the layouts whose ranks have the same part of each block."""
         return replace(self.division(), stages=1, data=1)
 
     def undivided(self) -> Layout:
@@ -174,7 +174,7 @@ def _modes(tensor: int, divided: int, sequence: int, heads: int) -> list[Mode]:
 
 
 def _by_tokens(layout: Layout, sequence: int, heads: int) -> Iterator[Layout]:
-    """How its ranks may divide tokens."""
+    """Yields the ways in which a layout's ranks may divide tokens."""
     for mode in _modes(layout.tensor, layout.sequence, sequence, heads):
         yield replace(layout, mode=mode)
     if layout.tensor > 1 and layout.sequence == 1 and not sequence % layout.tensor:
@@ -182,7 +182,7 @@ def _by_tokens(layout: Layout, sequence: int, heads: int) -> Iterator[Layout]:
 
 
 def _schedules(layout: Layout, samples: int, blocks: int) -> Iterator[Layout]:
-    """How a copy's samples go through its stages."""
+    """Yields the schedules of a replica's samples through its stages."""
     for rows in _divisors(samples):
         count = samples // rows
         if rows > _LARGEST_MICROBATCH or (count < layout.stages and rows > 1):

@@ -20,29 +20,29 @@ _PREFIXES = {"": 1.0, "G": 1e9, "T": 1e12, "P": 1e15}
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What one device and its host sustain. Bytes, bytes per second, FLOP/s."""
+    """Sustained figures of one device and its host. Bytes, bytes per second, FLOP/s."""
 
     name: str
     device_bytes: int
-    """Of device memory that training may take."""
+    """Device memory that training may take."""
     host_bytes: int
-    """Of host memory that training may take."""
+    """Host memory that training may take."""
     h2d: float
-    """Of the link from host to device."""
+    """Bandwidth of the link from host to device."""
     d2h: float
-    """Of the link from device to host."""
+    """Bandwidth of the link from device to host."""
     dram: float
-    """Of host memory, reads and writes together."""
+    """Bandwidth of host memory, reads and writes together."""
     flops: float
-    """Of matrix products in the working precision."""
+    """FLOP/s of matrix products in the working precision."""
     device_bandwidth: float | None
-    """Of device memory; None: operators are counted by their FLOPs alone."""
+    """Bandwidth of device memory; None: operators are counted by FLOPs alone."""
     operator_seconds: float | None = None
-    """That an operator takes beside its FLOPs and bytes; None: not counted."""
+    """Seconds of an operator beside its FLOPs and bytes; None: not counted."""
     nvme: float | None = None
-    """Of NVMe, reads and writes together; None: there is none."""
+    """Bandwidth of NVMe, reads and writes together; None: there is none."""
     nvme_bytes: int | None = None
-    """Of NVMe that training may take; None: as much as it needs."""
+    """NVMe bytes that training may take; None: as much as it needs."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -28,42 +28,42 @@ _aten = torch.ops.aten
 
 
 class BlockProfiler(Protocol):
-    """What keeps the passes through recomputed blocks of a step."""
+    """Keeps the passes through recomputed blocks of a step."""
 
     def begin(self, now: Callable[[], tuple[int, int]]) -> None:
         """A step is about to be recorded; `now` gives its moments so far and its live bytes."""
         ...
 
     def take(self) -> list[BlockRun]:
-        """Those of the step that was."""
+        """Returns the passes of the last step."""
         ...
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank sends others in a collective operation."""
+    """The traffic of one rank in a collective operation."""
 
     among: str
     """Which ranks."""
     operation: str
     """"sum", "gather" or "exchange", as TensorRanks has them, or "pass", as a Ring has."""
     num_bytes: int
-    """Of what the rank gives."""
+    """Bytes of the rank's input."""
 
 
 @dataclass
 class Moment:
-    """What happens from one event of a step to the next."""
+    """The span from one event of a step to the next."""
 
     kind: int
     position: int
-    """Of a module, or of a chunk whose gradients are complete."""
+    """Number of a module, or of a chunk whose gradients are complete."""
     nonmodel_bytes: int = 0
     """Most bytes of tensors that are not parameters."""
     live_bytes: int = 0
-    """Of these, at its beginning."""
+    """Bytes at its begin."""
     work: list[Work] = field(default_factory=list)
-    """Of each operator."""
+    """Work of each operator."""
     sent: list[Sent] = field(default_factory=list)
     """To other ranks, which are not there."""
 
@@ -74,13 +74,13 @@ class Step:
 
     moments: list[Moment]
     rows: int = 0
-    """Of its logits: samples times tokens."""
+    """Rows of its logits: samples times tokens."""
     runs: list[BlockRun] = field(default_factory=list)
     """The passes through blocks that were recomputed."""
 
     @property
     def flops(self) -> int:
-        """Of all operators."""
+        """FLOPs of all operators."""
         return sum(flops for moment in self.moments for flops, _ in moment.work)
 
 
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         self.moments: list[Moment] = []
         self.live_bytes = 0
         self.events: _C.StepEvents | None = None
-        """What is told of modules; while it records, since that holds this as well."""
+        """Receiver of module events while recording: it holds this object as well."""
         self._known: set[int] = set()  # keys of storages that are alive
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # that it has seen made
         self._results = results

@@ -244,7 +244,7 @@ def make_inputs(model: nn.Module, *, batch: int, sequence: int) -> dict[str, tor
 
 
 def _positions(config: Any) -> dict[str, int]:
-    """What a config says of the tokens in a sample."""
+    """Returns the limits of a sample's tokens in a config."""
     found = {name: getattr(config, name, None) for name in _NUMBERS_OF_TOKENS}
     return {name: n for name, n in found.items() if isinstance(n, int) and n > 0}
 

@@ -1,4 +1,4 @@
-"""What operators make of tensors without memory, and what that takes."""
+"""Runs operators on tensors without memory, and counts their work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _on_host = _aten._scaled_dot_product_flash_attention_for_cpu
 _back_on_host = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 Work = tuple[int, int]
-"""Of an operator: FLOPs, and bytes read and written."""
+"""Work of an operator: FLOPs, and bytes read and written."""
 _Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -46,7 +46,7 @@ def is_view(func: Any) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Of an operator's arguments or results: tensors, and lists and tuples of them."""
+    """Returns the tensors of an operator's arguments or results, in lists and tuples too."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, list | tuple):
@@ -56,12 +56,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Result:
-    """What an operator makes, each time, of arguments of the same shapes."""
+    """The results of an operator for arguments of the same shapes."""
 
     geometries: tuple[_Geometry | None, ...]
     """Empty: it writes its first argument, and gives that."""
     kind: type | None
-    """Of the sequence that they are returned in; None: a single tensor is."""
+    """Type of the sequence that holds them; None: a single tensor."""
     work: Work | None
     """None: it is not counted."""
 
@@ -91,7 +91,7 @@ class Results:
         self._known: dict[Any, Result] = {}
 
     def find(self, key: Any) -> Result | None:
-        """What is known of an operator and its arguments."""
+        """Returns the known result of an operator and its arguments."""
         return self._known.get(key)
 
     def add(
@@ -136,7 +136,7 @@ def _writes_first(func: Any) -> bool:
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator's results depend on, where it counts."""
+    """Returns a key of everything that an operator's results depend on."""
     return func, _described(args), _described(tuple(kwargs.items()))
 
 

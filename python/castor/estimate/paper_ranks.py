@@ -73,7 +73,7 @@ class PaperGenerators(Generators):
     """Nothing is drawn of them: tensors on paper have no values."""
 
     def __init__(self) -> None:
-        """Of a model on the meta device."""
+        """Makes generators of a model on the meta device."""
         super().__init__(torch.device("cpu"))
 
     def states(self) -> tuple[torch.Tensor, ...]:

@@ -45,9 +45,9 @@ from castor.runtime.spec import ModelSpec
 
 _LABELS = "labels"
 _OF_EVERY_BLOCK = ("output_router_logits", "output_hidden_states", "output_attentions")
-"""What a config may ask a forward to give."""
+"""Outputs that a config may ask of a forward."""
 TENSOR, SEQUENCE = "tensor", "sequence"
-"""What moments call the ranks that share layers or experts, and those that share sequences."""
+"""Names of the tensor- or expert-parallel ranks, and of the context-parallel ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,11 @@ class StagePass:
     kept_for_weights: int
     """Between the halves of a backward."""
     sent_bytes: int
-    """Of the hidden states that the next stage gets, and of their gradients."""
+    """Bytes of the hidden states for the next stage, and of their gradients."""
 
     @property
     def flops(self) -> int:
-        """Of all operators."""
+        """FLOPs of all operators."""
         moments = (*self.forward, *self.backward, *self.of_weights)
         return sum(flops for moment in moments for flops, _ in moment.work)
 
@@ -85,12 +85,12 @@ class RankOnPaper:
     param_bytes: int
     """Trainable or not, tied ones once."""
     settled_bytes: int
-    """Of these, whose gradients ranks that take other samples sum, since they share experts."""
+    """Bytes of parameters whose gradients ranks with other samples sum: they share experts."""
     element_bytes: int
-    """Of a parameter's element."""
+    """Bytes of a parameter's element."""
 
     def of_replicas(self, replicas: int) -> RankOnPaper:
-        """As one of so many ranks with the same parameters, for which chunks are made."""
+        """Returns the rank as one of so many replicas, for which chunks are made."""
         return replace(self, simulator=self.laid_out(num_ranks=replicas))
 
 
@@ -171,7 +171,7 @@ class ModelOnPaper:
         balance_experts(self.model, counts)
 
     def plan(self) -> PipelinePlan:
-        """Where it can be cut into stages.
+        """The plan by which the model can be cut into stages.
 
         Raises:
             NotImplementedError: There is no plan, or its router logits have a form of their own.
@@ -189,7 +189,7 @@ class ModelOnPaper:
         return self._plan
 
     def layers_of(self, stages: int) -> list[int]:
-        """How many blocks each of so many stages has, as training divides them."""
+        """Returns the blocks of each of so many stages, as training divides them."""
         if stages not in self._layers:
             self._layers[stages] = cheapest_cuts(self.model, self.plan(), stages)
         return self._layers[stages]
@@ -198,7 +198,7 @@ class ModelOnPaper:
         self, own: Sequence[int], stages: int, *, rows: int, sequence: int, tile: int,
         recomputes: bool = False, splits: bool = False, layers: Sequence[int] | None = None,
     ) -> RankOnPaper:  # fmt: skip
-        """What a rank's stages do with a micro-batch.
+        """Records a rank's stages with a micro-batch.
 
         Args:
             own: Numbers of its stages.
@@ -380,5 +380,5 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 def num_blocks(model: nn.Module, plan: PipelinePlan) -> int:
-    """Of the row that stages are cut from."""
+    """Returns the number of blocks in the row that stages are cut from."""
     return len(list(model.get_submodule(plan.blocks).children()))

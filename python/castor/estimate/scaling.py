@@ -1,4 +1,4 @@
-"""How a model's step scales with the ranks of a cluster (`castor scaling`)."""
+"""The scaling of a model's step with the ranks of a cluster (`castor scaling`)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Point:
     sequence: int
     """Tokens in a sample."""
     cost: LayoutCost | None
-    """Of the fastest layout; None: none fits."""
+    """Cost of the fastest layout; None: none fits."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks; 0 where none fits."""
+        """Tokens per second of all ranks; 0 where none fits."""
         return self.batch * self.sequence / self.cost.seconds if self.cost else 0.0
 
     def of_linear(self, first: Point) -> float:
-        """What a rank does of what it did on the ranks of another point, which fits."""
+        """Returns a rank's throughput over that at another point, which fits."""
         return self.tokens_per_second / self.ranks / (first.tokens_per_second / first.ranks)
 
 
@@ -39,13 +39,13 @@ class Scaling:
     """Two curves, fewest ranks first."""
 
     weak: list[Point]
-    """As many samples a rank everywhere."""
+    """Points with equal samples a rank."""
     strong: list[Point]
-    """As many samples in all; of numbers of ranks that these can be divided among."""
+    """Points with equal samples in all, where the ranks divide them."""
 
 
 def first_that_fits(points: list[Point]) -> Point | None:
-    """What a curve is compared with."""
+    """Returns the point that a curve is compared with."""
     return next((point for point in points if point.cost), None)
 
 

@@ -115,7 +115,7 @@ def _speeds(points: list[Point], first: Point) -> str:
 
 
 def _shares(points: list[Point]) -> str:
-    """Of a step's seconds, a column for each number of ranks."""
+    """Draws the shares of a step's seconds, a column for each number of ranks."""
     height = _HEIGHT - _TOP - _BOTTOM
     wide = 0.7 * (_WIDTH - _LEFT - _RIGHT) / len(points)
     parts = [_axis(points)]
@@ -168,7 +168,7 @@ def _table(points: list[Point], first: Point | None) -> str:
 
 
 def _places(count: int) -> list[float]:
-    """Of columns, evenly: ranks double."""
+    """Returns evenly spaced places of columns: ranks double."""
     step = (_WIDTH - _LEFT - _RIGHT) / count
     return [_LEFT + (n + 0.5) * step for n in range(count)]
 

@@ -1,4 +1,4 @@
-"""What _C.Simulator is told: a model in chunks, a machine, the time of a moment on it."""
+"""Arguments of _C.Simulator: a model in chunks, a machine, the seconds of an event on it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lay_out(
 
 
 def seconds_of(moment: Moment, machine: Machine) -> float:
-    """Of its operators: each takes the larger of its products' time and its bytes' (roofline).
+    """Returns the seconds of its operators, each the larger of FLOPs and bytes (roofline).
 
     What any operator takes comes on top.
     """
@@ -60,7 +60,7 @@ def seconds_of(moment: Moment, machine: Machine) -> float:
 
 
 def places(machine: Machine) -> dict[str, Any]:
-    """What decides of payloads which tier they live on."""
+    """Returns the figures that decide on the tier of each payload."""
     return {
         "policy": "auto",
         "offload_optim_frac": 0.0,
@@ -79,7 +79,7 @@ def options(
     num_ranks: int = 1,
     on_host: bool = False,
 ) -> dict[str, Any]:
-    """What a step runs with.
+    """Returns the settings of a step.
 
     Args:
         machine: Where.

@@ -1,4 +1,4 @@
-"""What is trained, and how."""
+"""A training workload: model, batch, precision and options."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Activations = Literal["keep", "recompute", "offload", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained, and how."""
+    """A training workload: model, batch, precision and options."""
 
     batch: int = 1
     """Samples in a step."""
     sequence: int = 1024
     """Tokens in a sample."""
     precision: Precision = "bf16"
-    """Of parameters, gradients and computing."""
+    """Precision of parameters, gradients and computing."""
     state_format: StateFormat = "split"
-    """Of the optimizer state; fp32 and fp16 have "fp32" only."""
+    """Format of the optimizer state; fp32 and fp16 have "fp32" only."""
     optimizer: str = "adam"
     """Which rule updates: "adam", "lion", "sgd" (without momentum) or "sgd_momentum"."""
     activations: Activations = "keep"
-    """Of the model's blocks, as in GeminiPlugin."""
+    """Treatment of the blocks' activations, as in GeminiPlugin."""
     overlap: Overlap = "forward"
     """Whether the host's Adam runs beside the next forward, or between the steps."""
     max_prefetch: int = 1
