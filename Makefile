@@ -72,7 +72,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test ci pytest-fast whole pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel wheels torches oldest-torch gpu-archive bench bench-storage study install clean help FORCE
+.PHONY: demo test ci pytest-fast whole pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-prose lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel wheels torches oldest-torch gpu-archive bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -175,7 +175,7 @@ $(VENV_STAMPS)/docs: $(VENV_STAMPS)/venv
 
 ## Checks ----------------------------------------------------------------------------------------
 
-lint: lint-format lint-ruff lint-mypy lint-layers lint-threads
+lint: lint-format lint-ruff lint-mypy lint-layers lint-prose lint-threads
 
 lint-format: $(STAMPS)/system
 	@$(CXX_FORMATTED) | xargs -0 --no-run-if-empty clang-format --dry-run -Werror
@@ -190,6 +190,10 @@ lint-mypy: $(VENV_STAMPS)/venv
 
 lint-layers: $(VENV_STAMPS)/venv
 	@$(BIN)/python scripts/check_layers.py
+
+# Docstrings begin with their subject.
+lint-prose: $(VENV_STAMPS)/venv
+	@$(BIN)/python scripts/check_prose.py
 
 # Members that name their mutex (core/mutex.h) are used only while it is held.
 lint-threads: $(VENV_STAMPS)/venv

@@ -31,7 +31,7 @@ from castor.runtime.engine import Engine
 from castor.runtime.spec import ModelSpec
 
 _PROBE_BYTES = 1 << 22
-"""Of a copy that measures a GPU's link; at most this share of the device budget:"""
+"""Bytes of a copy that measures a GPU's link; at most this share of the device budget:"""
 _PROBE_SHARE = 64
 _LEAST_COPIED = 1 << 26
 """Bytes of a copy within the host, or what all its caches hold; at most this share of its budget,
@@ -46,7 +46,7 @@ _Size = tuple[int, int]
 
 
 class AutoKeep:
-    """Which blocks of a model keep their activations, and whether the others are recomputed.
+    """Decides which blocks of a model keep their activations, and which are recomputed.
 
     The first step recomputes every block, which needs little memory, and records what each one
     would keep and what its second forward takes. From that the steps follow in which some blocks

@@ -118,7 +118,7 @@ class Decisions(Protocol):
         ...
 
     def decide(self, block: int, inputs: Iterable[Any]) -> Decided:
-        """What becomes of the activations of a forward of a block with such inputs."""
+        """Returns the decision for the activations of a forward of a block with such inputs."""
         ...
 
     def offloading(self) -> AbstractContextManager[None]:

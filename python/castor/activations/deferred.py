@@ -230,7 +230,7 @@ def with_memory(value: Any) -> Any:
 
 
 def _described(tensor: Uncomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What print shows: the values while there is a way to them."""
+    """Returns the text that print shows: the values while there is a way to them."""
     try:
         values = with_memory(tensor)
     except UsageError:

@@ -30,7 +30,7 @@ class OwnColumns(Protocol):
         ...
 
     def gradient(self, logits: torch.Tensor, rows: Rows, grad: torch.Tensor) -> torch.Tensor:
-        """Of these logits, where the rows' losses have `grad`; after `total`."""
+        """Returns the logits' gradient where the rows' losses have `grad`; after `total`."""
         ...
 
 
@@ -41,7 +41,7 @@ class DividedLoss(Loss):
     own: OwnColumns
 
     def of(self, logits: torch.Tensor, rows: Rows, reduction: str) -> torch.Tensor:
-        """What has the gradient of some rows' losses. It has not their values."""
+        """Returns a tensor with the gradient of some rows' losses, and not their values."""
         losses: torch.Tensor = _OfColumns.apply(logits, self.own, rows)
         return losses if reduction == "none" else losses.sum()
 

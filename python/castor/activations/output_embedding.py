@@ -17,8 +17,8 @@ from castor.runtime.own_forward import OwnForward, has_own_forward
 
 TILE_BYTES = 16 * 2**20
 TILE_SHARE = 64
-"""Where the user gives no number of rows, a tile's logits in float32 take this many bytes, or this
-part of the device budget if that is more: a product of few rows is slow."""
+"""Default size of a tile's float32 logits: these bytes, or this part of the device budget if that
+is more, since a product of few rows is slow."""
 TILE_MOST_SHARE = 8
 WORTH_SHARE = 16
 LEAST_BYTES = 2**20
@@ -122,7 +122,7 @@ class DeferringForward(OwnForward):
 
 
 def rows_per_tile(rows: int, head: nn.Linear, tile_logits: TileLogits, device_bytes: int) -> int:
-    """How many rows of logits are computed at once; 0: all.
+    """Returns the number of rows of logits that are computed at once; 0: all.
 
     Args:
         rows: Of the logits.

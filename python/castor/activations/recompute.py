@@ -399,7 +399,7 @@ def _leave_checkpoints(error: BaseException) -> None:
 
 
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-    """Those that transformers' switch has bound to the function as well."""
+    """Returns the arguments, and those that transformers' switch has bound to the function."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     return [*args, *bound.values()]
 

@@ -114,7 +114,7 @@ class Tight:
 
 
 def _shape_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shape | None:
-    """Of the tokens that a model is given; None: it is given something else."""
+    """Returns the shape of the tokens that a model is given; None: it is given something else."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(ids, torch.Tensor) and ids.dim() == 2 and not ids.is_floating_point():
         return ids.shape[0], ids.shape[1]

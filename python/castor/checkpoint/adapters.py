@@ -22,7 +22,7 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
 _SCALES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
-"""What decides, beside names and shapes, over what an adapter's weights mean."""
+"""Settings that decide, beside names and shapes, over the meaning of an adapter's weights."""
 
 
 def with_adapters(model: nn.Module, directory: Path | None, config: Any) -> Any:

@@ -146,7 +146,7 @@ def _check_size(path: Path, entry: FileEntry) -> None:
 
 
 def _damaged_part(path: Path, entry: FileEntry) -> str:
-    """Which tensor of a damaged file it is."""
+    """Names the damaged tensor of a file."""
     if not entry.tensors:
         return ""
     try:

@@ -109,7 +109,7 @@ def tied_keys(model: nn.Module) -> dict[str, str]:
 
 
 def _numbers(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Of the tensors by key: of a model in stages, those of all its ranks."""
+    """Numbers the tensors by key: for a model in stages, those of all its ranks."""
     for engine in engines_holding(model):
         if engine.parts and engine.parts.whole_model:
             whole = engine.parts.whole_model.tensors

@@ -69,7 +69,7 @@ def optimizer_in_whole(
     param_of: ParamOf,
     share: Share,
 ) -> tuple[dict[str, SavedTensor], dict[str, dict[str, Any]], Sequence[Sequence[str]]]:
-    """As model_in_whole, of (tensors, other entries of the state, names by group)."""
+    """Does for optimizers what model_in_whole does: (tensors, other entries, names by group)."""
     found, others = _of_all(engine, tensors, numbers, param_of, share)
     whole = engine.parts.whole_model if engine.parts else None
     if whole is None:
@@ -175,7 +175,7 @@ def whole_shape(engines: list[Engine], tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def own_part(engine: Engine, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank keeps of a tensor of the whole parameter, or of its blocks; else all."""
+    """Returns this rank's shard of a full parameter's tensor, or of its blocks; else all."""
     parts = engine.parts
     shape = parts.whole_shape(param) if parts else None
     if parts is None or shape is None:

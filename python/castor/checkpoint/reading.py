@@ -27,7 +27,7 @@ Write = Callable[[Path, Mapping[str, Tensors]], dict[str, FileEntry]]
 """Writes safetensors files of a directory, by name."""
 
 _PART_OF_MEMORY = 2
-"""Of the machine's that is left copies take one part in so many: training may come to need more."""
+"""Divisor of the machine's free memory that copies take: training may come to need more."""
 
 
 class Reading:
@@ -160,7 +160,7 @@ class Reading:
 
 
 def taken(reading: Reading | None, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    """What is written of `tensors`: later, if there is a Reading."""
+    """Returns the tensors that are written for `tensors`: later, if there is a Reading."""
     return dict(tensors) if reading is None else reading.take(tensors)
 
 

@@ -16,7 +16,8 @@ _BLOCK_BYTES = 4096
 """A page, and of a disk a block at most; see Writer."""
 
 _DIRECT_BYTES = 16 * _BLOCK_BYTES
-"""Of shorter runs the page cache takes less time: one write instead of three, and two switches."""
+"""Least bytes of a direct write: shorter ones take less time through the page cache, with one write
+instead of three and two switches."""
 
 
 class Writer:

@@ -29,7 +29,7 @@ class BlockChoice:
     tiles: int = 0
     """Pieces of the rows that a part runs on, one after the other; 0: on all at once."""
     tiled_part: str = ""
-    """Which part; "": the block's MLP."""
+    """Name of the part; "": the block's MLP."""
 
     @classmethod
     def parse(cls, text: str) -> BlockChoice:

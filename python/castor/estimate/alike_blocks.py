@@ -239,7 +239,7 @@ class AlikeBlocks:
         return row.index(self._at(moment)) if self._at(moment) in row else None
 
     def _tell(self, moment: Moment, block: int | None, beside: int, told: _Told) -> None:
-        """Of a moment as recorded, or as that of another block than the third."""
+        """Tells of an event as recorded, or as that of another block than the third."""
         is_param = moment.kind == GRAD_READY
         at = self._at(moment)
         if block is not None:

@@ -77,7 +77,7 @@ def _exchanged(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """As exchanged_experts: as many rows go to each rank as choose one of its experts or more.
+    """Computes as exchanged_experts does, with as many rows to each rank as choose its experts.
 
     Args:
         name: Of the module.

@@ -56,8 +56,8 @@ class Estimate:
     step_time_s: float | None
     """None where the step does not fit."""
     bound: str | None
-    """What is busy longest: "compute", "h2d", "d2h", "dram" or "nvme"; None where it does not
-    fit."""
+    """Resource that is busy longest: "compute", "h2d", "d2h", "dram" or "nvme"; None where it does
+    not fit."""
     tokens_per_s: float | None
     """Samples times sequence over time; None where it does not fit."""
     max_batch: int

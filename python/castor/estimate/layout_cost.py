@@ -62,10 +62,10 @@ class LayoutCost(_Needs):
     """Share of these for parameters and gradients."""
     seconds: float
     busy: dict[str, float]
-    """Of "compute", "exchange" (between ranks that share a model), "reduce" (gradients and weights,
-    between ranks with other samples), "copies" (chunks that computing waits for), "update",
-    "nvme" (that computing and updates wait for), "bubble" (a stage that waits for others),
-    "processors" (that other ranks compute on)."""
+    """Seconds of "compute", "exchange" (between ranks that share a model), "reduce" (gradients and
+    weights, between ranks with other samples), "copies" (chunks that computing waits for),
+    "update", "nvme" (that computing and updates wait for), "bubble" (a stage that waits for
+    others), "processors" (that other ranks compute on)."""
 
     @property
     def bound(self) -> str:
@@ -223,7 +223,7 @@ class End(_Needs):
 
 
 def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
-    """Of each moment of a micro-batch: its operators, and what they wait for from other ranks."""
+    """Returns the seconds of a micro-batch's events: operators, and waits for other ranks."""
     exchange = waiting = 0.0
 
     def of(moments: Sequence[Moment]) -> list[float]:

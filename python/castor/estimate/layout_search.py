@@ -181,7 +181,7 @@ class LayoutSearch:
 
     @staticmethod
     def _keep(cost: LayoutCost, others: dict[Layout, LayoutCost], cluster: Cluster) -> None:
-        """Of those that differ in micro-batches and schedule alone, that which lacks least."""
+        """Keeps the layout of least lack among those that differ in micro-batches and schedule."""
         known, machine = others.get(cost.layout.division()), cluster.machine
         if known is None or cost.lacking(machine) < known.lacking(machine):
             others[cost.layout.division()] = cost
@@ -204,7 +204,7 @@ class LayoutSearch:
             yield bound
 
     def _own_bound(self, layout: Layout, cluster: Cluster) -> Iterator[float]:
-        """As _bound, of the layout itself, with what copies of chunks and NVMe take at least."""
+        """Bounds the layout itself, with the least time of chunk copies and NVMe."""
         for bound in self._bound(layout, layout, cluster):
             of_all = self._divided(layout, layout, cluster)
             yield max(bound, least_of_copies(of_all), least_of_nvme(of_all))

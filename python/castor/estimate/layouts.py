@@ -17,7 +17,7 @@ _LARGEST_MICROBATCH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Which ranks have which parts of the model and of the data."""
+    """A layout of ranks: the shards of model and data that each has."""
 
     tensor: int = 1
     """Ranks that share layers."""
@@ -160,7 +160,7 @@ def _parts_of_layers(ranks: int, heads: int, experts: int) -> list[tuple[int, in
 
 
 def _modes(tensor: int, divided: int, sequence: int, heads: int) -> list[Mode]:
-    """How ranks that divide sequences may meet; one of no meaning where nobody does."""
+    """Returns the modes of context parallelism; one without meaning where there is none."""
     if divided == 1:
         return ["all_to_all"]
     if not heads:

@@ -44,7 +44,7 @@ class Sent:
     """The traffic of one rank in a collective operation."""
 
     among: str
-    """Which ranks."""
+    """Ranks that take part."""
     operation: str
     """"sum", "gather" or "exchange", as TensorRanks has them, or "pass", as a Ring has."""
     num_bytes: int

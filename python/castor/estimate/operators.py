@@ -20,7 +20,7 @@ _Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Of matrix products, convolutions and attention; 0 of others."""
+    """Returns the FLOPs of matrix products, convolutions and attention; 0 of others."""
     if func is _aten._grouped_mm.default:  # experts; torch has no formula for it
         left, right = args[0], args[1]
         rows = left.size(0) if left.dim() == 2 else left.size(0) * left.size(1)

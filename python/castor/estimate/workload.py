@@ -26,7 +26,7 @@ class Workload:
     state_format: StateFormat = "split"
     """Format of the optimizer state; fp32 and fp16 have "fp32" only."""
     optimizer: str = "adam"
-    """Which rule updates: "adam", "lion", "sgd" (without momentum) or "sgd_momentum"."""
+    """Update rule: "adam", "lion", "sgd" (without momentum) or "sgd_momentum"."""
     activations: Activations = "keep"
     """Treatment of the blocks' activations, as in GeminiPlugin."""
     overlap: Overlap = "forward"

@@ -1,4 +1,4 @@
-"""Which optimizers can be boosted, with which settings."""
+"""Checks whether optimizers can be boosted with the settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters of a model its optimizers update."""
+"""Finds the parameters of a model that its optimizers update."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _untouched(entry: dict[str, Any] | None, tensors: dict[str, torch.Tensor]) -
 
 
 class GroupMembers:
-    """Which group of an optimizer each parameter of the model is in, as `param_groups` say now."""
+    """Returns the group of each parameter of the model, as `param_groups` are now."""
 
     def __init__(self, engine: Engine, *, fused: bool) -> None:
         self._engine = engine

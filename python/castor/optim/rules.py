@@ -1,4 +1,4 @@
-"""Which rule runs an optimizer on chunks (castor.runtime.rules says what rules there are)."""
+"""Finds the update rule that runs an optimizer on chunks (castor.runtime.rules has them)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stage of ZeRO ranks run (Rajbhandari et al. 2020, section 5), and what it needs."""
+"""Checks the stage of ZeRO that ranks run (Rajbhandari et al. 2020, section 5)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def launched_size() -> int:
 
 
 def rank_of_node() -> int:
-    """Which of the processes on this machine this one is; 0 where nobody has said, or alone."""
+    """Returns this process's number on its machine; 0 where no launcher says so."""
     return _place_on_node()[0]
 
 

@@ -26,8 +26,8 @@ class WholeModel:
     files: FileLayout | None = None
     """The layout of transformers' files; None: it is no model of transformers."""
     adapters: Mapping[str, Mapping[str, str]] | None = None
-    """Of each adapter of a PeftModel, the keys of its file and the state_dict's, in the file's
-    order; None: the model is no PeftModel."""
+    """Keys of each PeftModel adapter's file and of the state_dict, in the file's order; None: the
+    model is no PeftModel."""
 
     def keys_like(self, own: Iterable[str]) -> dict[str, str]:
         """All keys of what this process has, and the key by which it has it, in order."""
@@ -62,13 +62,13 @@ class Runs:
     """From the beginning of a run to that of the next one."""
 
     def in_bytes(self, size: int, start: int) -> Runs:
-        """Of a whole that begins at byte `start`, with elements of `size` bytes."""
+        """Returns the runs in bytes, for a tensor at byte `start` with elements of `size` bytes."""
         return Runs(
             first=start + self.first * size, length=self.length * size, stride=self.stride * size
         )
 
     def in_blocks(self, size: int, *, width: int) -> Runs:
-        """Of what has `width` elements for each block of `size`, of which runs are made."""
+        """Returns the runs of a tensor with `width` elements for each block of `size` elements."""
         return Runs(
             first=self.first // size * width,
             length=-(-self.length // size) * width,
@@ -76,7 +76,7 @@ class Runs:
         )
 
     def of(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Of [begin, end) of the part: (place in the whole, how many lie there)."""
+        """Yields for [begin, end) of the shard (place in the full tensor, number of elements)."""
         while begin < end:
             run, within = divmod(begin, self.length)
             count = min(self.length - within, end - begin)

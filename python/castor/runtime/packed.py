@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from castor.runtime.ranks import Ranks
 
 _REPACKS = "support_avx512bf16_for_cpu"
-"""Of a bitsandbytes layer: whether its forward, in eval mode and without gradients, puts weights of
-another layout in the place of its own, with which no backward can compute."""
+"""Attribute of a bitsandbytes layer: whether its forward, in eval mode and without gradients,
+replaces its weights by another layout, with which no backward can compute."""
 
 
 def is_packed(param: torch.Tensor) -> bool:

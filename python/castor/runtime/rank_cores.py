@@ -71,7 +71,7 @@ def _nodes_of_gpus(root: Path) -> list[int]:
 
 
 def _numbers(ranges: str) -> set[int]:
-    """Of "0-3,8": 0, 1, 2, 3, 8."""
+    """Reads a list of ranges: "0-3,8" is 0, 1, 2, 3, 8."""
     found: set[int] = set()
     for part in filter(None, ranges.strip().split(",")):
         first, _, last = part.partition("-")

@@ -188,8 +188,8 @@ class Ranks(LinkedPeers):
     """The ranks that share one boosted model, and have other data."""
 
     names: tuple[str, str, str]
-    """Of the groups: for passes and all that is between them, which is `group`; for gradients,
-    which come together beside backward; for updates, which may run beside everything else."""
+    """Names of the groups: `group`, for passes and all that is between them; for gradients, which
+    are summed beside backward; for updates, which may run beside everything else."""
     saves: Peers
     """The same ranks, for checkpoints that are written beside the training."""
     memory_mark: str | None
@@ -277,7 +277,7 @@ def common_memory_mark(ranks: Peers) -> str | None:
 
 
 def memory_mark() -> str | None:
-    """What ranks of one machine that share its memory give alike; None: they may not share it.
+    """Returns a mark that ranks share which may share memory; None: they may not.
 
     CASTOR_RANK_LINK="group" says that they may not, "node" that only ranks of one GROUP_RANK may:
     with it one machine can stand in for several.
@@ -302,7 +302,7 @@ def may_share_memory() -> bool:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Of this process in its group, which is made if a launcher has started several: (0, 1) alone.
+    """Returns (rank, size) of this process, in a group made if a launcher started several.
 
     Collective: every rank calls it.
     """

@@ -19,7 +19,8 @@ _HOOKS = (
     "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
 )
-"""Where a module of torch keeps hooks. What says more about some of them is by the same numbers."""
+"""Attributes of a module that keep hooks; those with more about some of them use the same
+numbers."""
 _FLAGS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",

@@ -75,7 +75,8 @@ class MemoryReport:
     nvme_bytes: int
     """Chunk payloads on NVMe."""
     nvme_weight_bytes: int
-    """Of these: parameters and gradients, which go there when the host has no room for them."""
+    """Share of these for parameters and gradients, which go there when the host has no room for
+    them."""
     nvme_read_bytes: int
     """Bytes read from there."""
     nvme_written_bytes: int
@@ -97,8 +98,8 @@ class MemoryReport:
     step_skipped: bool
     """Whether the last one was."""
     gradient_norm: float | None
-    """Of the last step's gradients, of all ranks and before clipping; None before the first, and
-    where nothing asks for it (max_norm=0 and nonfinite="ignore")."""
+    """L2 norm of the last step's gradients, of all ranks and before clipping; None before the
+    first, and where nothing asks for it (max_norm=0 and nonfinite="ignore")."""
     steps: int
     """Optimizer steps."""
     plans: int
@@ -112,7 +113,7 @@ class MemoryReport:
     activation_blocks: int
     """Repeated parts of the model, whose activations are kept, recomputed or offloaded."""
     recomputed_blocks: int
-    """Of these, how many backward computes again, in whole or in part."""
+    """Number of these that backward computes again, in whole or in part."""
     kept_activation_bytes: int
     """activations="auto": what the other blocks keep from forward to backward, as profiled."""
     recompute_seconds: float
@@ -140,36 +141,36 @@ class MemoryReport:
     ranks: int
     """Processes that train the model together; 1: this one is alone."""
     zero_stage: int
-    """What ranks keep parts of (ZeRO): 1: masters and optimizer states; 2: gradients too; 3:
-    weights too; of both, ranks that share memory have one copy, where all are on one machine; 0:
-    this process is alone."""
+    """ZeRO stage: ranks shard 1: masters and optimizer states; 2: gradients too; 3: weights too.
+    Ranks that share memory have one copy of the latter two, where all are on one machine. 0: this
+    process is alone."""
     rank_link: str
-    """What goes from rank to rank goes through it: memory that they share, gloo between machines
-    and memory within each, or gloo and why; empty for one that is alone."""
+    """Link between ranks: shared memory, gloo between machines and memory within each, or gloo and
+    why; empty for one that is alone."""
     rank_shared_bytes: int
     """Weights and gradients that ranks of this machine keep once for all of them; 0: each has its
     own."""
     rank_part_bytes: int
-    """Of weights that ranks keep in parts, what this one keeps in host memory: one part of a chunk,
-    or as many as there are copies (extra_dp_size); 0: there are none."""
+    """Host bytes of this rank's shards of weights: one shard of each chunk, or as many as there are
+    copies (extra_dp_size); 0: there are none."""
     rank_window_bytes: int
-    """Of host memory, in which those come together, chunk by chunk."""
+    """Host bytes of the window in which full chunks are gathered, one by one."""
     rank_gradient_part_bytes: int
-    """Of the mean of the ranks' gradients, of which each rank keeps its part in host memory, this
-    rank's; 0: they are whole on every rank, or common."""
+    """Host bytes of this rank's shard of the ranks' mean gradients; 0: they are full on every rank,
+    or shared."""
     rank_gradient_copy_bytes: int
     """Whole chunks of those that this rank has at the moment: of which not all ranks have all, that
     were written after backward, or the last that was read."""
     rank_gradient_copy_peak_bytes: int
     """The most it had at once."""
     rank_read_bytes: int
-    """Of others' parts, of weights and of gradients, that came here to be read, and of weights that
-    others updated and this rank keeps (extra_dp_size)."""
+    """Bytes of others' shards, of weights and of gradients, that came here to be read, and of
+    weights that others updated and this rank keeps (extra_dp_size)."""
     rank_sent_bytes: int
     """Gradients and weights that this rank sent to others."""
     rank_crossed_bytes: int
-    """Of these, to ranks of other machines, where those of each machine share memory; where ranks
-    do not, all go over the group."""
+    """Bytes of these to ranks of other machines, where those of each machine share memory; where
+    ranks do not, all go over the group."""
     rank_seconds: float
     """Spent on bringing the ranks' gradients and weights together, waiting for others included."""
     nvme_engine: str

@@ -49,7 +49,7 @@ class FusedRule:
     others: frozenset[str] = frozenset()
     """Entries of a state that these optimizers may have and the rule does not keep."""
     holds_masters: str | None = None
-    """Of `classes`, the one that keeps float32 masters of 16-bit parameters without a model's
+    """The one of `classes` that keeps float32 masters of 16-bit parameters without a model's
     chunks."""
 
     @functools.cached_property

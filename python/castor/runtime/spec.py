@@ -62,7 +62,7 @@ class ModelSpec:
 
     @classmethod
     def structure(cls, model: nn.Module, *, gather_embeddings: bool = False) -> ModelSpec:
-        """As `of`, but whatever the parameters are: also on the meta device, also none."""
+        """Describes a model as `of` does, for any parameters: on the meta device, or none."""
         if gather_embeddings and not any(_reads_rows(module) for module in model.modules()):
             raise UsageError(
                 f"gather_embeddings=True, but {type(model).__name__} has no module with "

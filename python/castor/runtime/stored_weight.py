@@ -1,4 +1,4 @@
-"""What state_dict hands out of parameters on NVMe, which have no address: one is made on demand."""
+"""Placeholders of state_dict for parameters on NVMe; their address is made on demand."""
 
 from __future__ import annotations
 

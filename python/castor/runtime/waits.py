@@ -81,7 +81,7 @@ def _tell(rank: int, size: int, place: str, awaited: str, last: str, thread: int
 
 
 def _line_of(thread: int) -> tuple[str, int]:
-    """Which line of the user's a thread is at; of castor's own threads: the main thread."""
+    """Names the user's line that a thread is at; for castor's threads, the main thread's."""
     frames = sys._current_frames()
     main = threading.main_thread().ident
     frame = frames.get(thread) or (frames.get(main) if main else None)

@@ -1,0 +1,39 @@
+"""scripts/check_prose.py finds docstrings without a subject, and no others."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_prose.py"
+
+
+def check(root: Path | None = None) -> tuple[int, str]:
+    command = [sys.executable, str(SCRIPT), *([str(root)] if root else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def test_castor_is_clean() -> None:
+    assert check() == (0, "prose: clean\n")
+
+
+def test_each_docstring_without_a_subject_is_named(tmp_path: Path) -> None:
+    package = tmp_path / "python" / "castor"
+    (package / "distributed").mkdir(parents=True)
+    (package / "distributed" / "later.py").write_text('"""Of what is not rewritten yet."""\n')
+    (package / "module.py").write_text(
+        '"""Often used."""\n'
+        "SIZE = 1\n"
+        '"""Of a chunk."""\n'
+        "def f() -> None:\n"
+        '    """What it does.\n\n    And more.\n    """\n'
+        '    return "Where strings are no docstrings"\n'
+    )
+    status, said = check(tmp_path)
+    assert status == 1
+    assert said.splitlines() == [
+        "python/castor/module.py:3: begins without a subject: Of a chunk.",
+        "python/castor/module.py:5: begins without a subject: What it does.",
+        "prose: 2 docstrings without a subject",
+    ]
