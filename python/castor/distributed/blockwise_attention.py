@@ -16,9 +16,9 @@ class Block:
     """Some queries, and the keys of which they see some."""
 
     queries: slice
-    """Of the tokens that there are queries of."""
+    """Tokens of the queries."""
     keys: slice
-    """Of those that there are keys of."""
+    """Tokens of the keys."""
     number: tuple[int, int]
     """No other block of the sequence has it."""
     causal: bool = False
@@ -29,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How queries and keys become weights, and these an output."""
+    """The computation of attention weights, and of the output by them."""
 
     scale: float
     softcap: float | None = None
@@ -37,7 +37,7 @@ class Scores:
     dropout: float = 0.0
     """The share of weights that become zero."""
     seed: int = 0
-    """Of dropout."""
+    """Seed of dropout."""
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block
@@ -145,7 +145,7 @@ class Scores:
         return scores if seen is None else scores.masked_fill(~seen, -torch.inf), slope
 
     def _kept(self, scores: torch.Tensor, block: Block) -> torch.Tensor | None:
-        """What dropout multiplies the weights of a block by, each time the same."""
+        """Returns dropout's factors of a block's weights; None: there is no dropout."""
         if not self.dropout:
             return None
         if scores.is_meta:  # of no values, and no generator

@@ -42,7 +42,7 @@ def broadcast(
     source: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """What one rank has, on all. Collective.
+    """Broadcasts one rank's tensor. Collective.
 
     Args:
         own: The values, where this rank has them; else None.
@@ -58,12 +58,12 @@ def broadcast(
 
 
 def taken_to_host(x: torch.Tensor) -> torch.Tensor:
-    """As on_host; its gradient comes from memory of the host."""
+    """Copies to the host as on_host does; the gradient comes from host memory."""
     return x if x.device.type in _OF_THE_HOST else cast("Any", _ToHost).apply(x)
 
 
 def brought_from_host(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As from_host; its gradient goes to memory of the host."""
+    """Copies to the device as from_host does; the gradient goes to host memory."""
     return values if values.device == device else cast("Any", _FromHost).apply(values, device)
 
 

@@ -25,7 +25,7 @@ class EncoderForward(WrappedForward):
     """
 
     def __init__(self, encoder: nn.Module, parallel: PipelineParallel, hand_over: HandOver) -> None:
-        """Of the forward that the encoder has now.
+        """Wraps the forward that the encoder has now.
 
         Args:
             encoder: Of a boosted model.
@@ -37,7 +37,7 @@ class EncoderForward(WrappedForward):
         self._hand_over = hand_over
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the forward gives; its last hidden states are the real ones, if they are known here.
+        """Runs the forward; its last hidden states are the real ones, if they are known here.
 
         Outside of the model's forward: collective, without gradients.
 
@@ -77,7 +77,7 @@ class EncoderForward(WrappedForward):
         return outputs
 
     def _of_last(self, states: torch.Tensor) -> torch.Tensor:
-        """Those of the rank with the encoder's last block, on all."""
+        """Broadcasts the hidden states of the rank with the encoder's last block."""
         parallel = self._parallel
         owner = parallel.rank_of_block[parallel.modules.passage.encoder_blocks - 1]
         return broadcast(
@@ -91,7 +91,7 @@ class EncoderForward(WrappedForward):
 
 
 def complete(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What an encoder-decoder is called with, and its decoder's inputs where these come of labels.
+    """Returns an encoder-decoder's arguments, with decoder inputs made of labels if needed.
 
     All stages need them, and only the last has labels.
 

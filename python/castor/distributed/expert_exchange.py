@@ -18,19 +18,19 @@ from castor.distributed.tensor_ranks import TensorRanks
 
 _WITHOUT_GRADIENTS = "a forward without gradients"
 _SERVES = "the end of generate"
-"""Where a rank that is done takes part in the others' forwards without gradients."""
+"""Place at which a finished rank takes part in the others' forwards without gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
-    """What a rank tells the others before rows are exchanged."""
+    """The message of a rank to the others before rows are exchanged."""
 
     counts: tuple[int, ...]
     """Rows that it gives each rank."""
     width: int
     choices: int
     dtypes: tuple[torch.dtype, torch.dtype]
-    """Of hidden states and of routing weights."""
+    """Types of hidden states and of routing weights."""
 
 
 class ExpertExchange:
@@ -46,14 +46,14 @@ class ExpertExchange:
         self._model = weakref.ref(model)
         self._ranks = ranks
         self.device = torch.device("cpu")
-        """Where this rank computes."""
+        """Device of this rank."""
         self._heard: list[tuple[str, Any]] | None = None
-        """What the others have told a rank that serves them."""
+        """Messages of the others to a rank that serves them."""
 
     def routes(
         self, name: str, experts: int, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> Routes:
-        """Which rows go where. Collective.
+        """Makes the routes of the rows. Collective.
 
         Args:
             name: Of the module.
@@ -118,7 +118,7 @@ def _excused(place: str, other: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """Which of this rank's rows go to which rank, in one forward through a module of experts.
+    """The routes of a rank's rows in one forward of a module of experts.
 
     The losses of the ranks are means of their own rows, and what is trained is the mean of these:
     so gradients are divided by the number of ranks where they enter experts, and multiplied with it
@@ -130,14 +130,14 @@ class Routes:
     rows: Sequence[torch.Tensor]
     """By rank, numbers of those that chose one of its experts, in order."""
     num_rows: int
-    """Of this rank."""
+    """Number of this rank's rows."""
     room: int
     """Rows that any rank gives any at most: so many each gives each, zeros behind its own."""
 
     def send(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the ranks give this one, `room` rows each, in rank order.
+        """Dispatches rows: returns `room` rows of each rank for this one, in rank order.
 
         Of rows that are none chosen is -1.
         """
@@ -145,7 +145,7 @@ class Routes:
         return cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", sent)
 
     def back(self, found: torch.Tensor) -> torch.Tensor:
-        """Of each of this rank's rows, the sum of what the ranks made of it, in rank order.
+        """Combines for each of this rank's rows the ranks' results, summed in rank order.
 
         Args:
             found: Of the rows that send gave.
@@ -153,7 +153,7 @@ class Routes:
         return cast("torch.Tensor", cast("Any", _Back).apply(found, self))
 
     def spread(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of tensors with this rank's rows, those that all ranks give this one."""
+        """Returns all ranks' rows for this one, of tensors with this rank's rows."""
         size = self.ranks.size
         given = []
         for tensor in tensors:

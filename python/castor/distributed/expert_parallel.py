@@ -76,7 +76,7 @@ class ExpertParallel(TensorParallel):
 
 
 def _together(grads: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
-    """Those of one type that come one after the other, some elements at a time."""
+    """Groups gradients of one type that follow each other, some elements at a time."""
     for _, of_type in groupby(grads, key=lambda grad: grad.dtype):
         some: list[torch.Tensor] = []
         for grad in of_type:
@@ -98,7 +98,7 @@ class _Generate:
         self._exchange = exchange
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's."""
+        """Calls the model."""
         model: Any = self._model()
         assert model is not None
         generated = type(model).generate(model, *args, **kwargs)

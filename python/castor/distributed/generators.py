@@ -10,21 +10,21 @@ import torch
 from castor.runtime.ranks import Peers
 
 States = tuple[torch.Tensor, ...]
-"""Of the host's generator, and of the device's where that has one; uint8, in memory of the host."""
+"""States of the host's generator, and of the device's if it has one; uint8, on the host."""
 
 
 class Generators:
-    """Those that what is computed on a device may draw from."""
+    """The generators that computing on a device may draw from."""
 
     def __init__(self, device: torch.device) -> None:
-        """Of a model that computes on `device`."""
+        """Takes the device that a model computes on."""
         self.device = device
         self._of_device: Any = None
         if device.type != "cpu":
             self._of_device = torch.get_device_module(device)
 
     def states(self) -> States:
-        """As they are."""
+        """The states now."""
         host = torch.get_rng_state()
         return (host, self._of_device.get_rng_state(self.device)) if self._of_device else (host,)
 
@@ -46,7 +46,7 @@ class Generators:
                 self._of_device.manual_seed(seed)
 
     def go_on(self) -> None:
-        """What is drawn next begins elsewhere."""
+        """Moves the generators on, so that the next draws are others."""
         torch.rand(())
         if self._of_device:
             torch.rand((), device=self.device)
@@ -60,7 +60,7 @@ class Generators:
 
 
 def digest_of(states: States) -> int:
-    """What tells states from others."""
+    """Returns a number that tells states from others."""
     found = 0
     for state in states:
         found = zlib.crc32(state.numpy().data, found)

@@ -1,4 +1,4 @@
-"""What a model was called with, and whether ranks that compute one batch were given one."""
+"""Checks that ranks which compute one batch were called with equal inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN = (bool, int, float, str, type(None))
 def by_name(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a call gives the function, all of it by name.
+    """Returns all arguments of a call by name.
 
     Raises:
         TypeError: There are too many arguments, or one is given twice.
@@ -33,7 +33,7 @@ def by_name(
 
 
 def asked_of(model: nn.Module, kwargs: Mapping[str, Any], name: str, default: Any = False) -> Any:
-    """What a call of transformers' model asks for; where it says nothing, its config does."""
+    """Returns an option of a call of transformers' model: the argument's, or else the config's."""
     given = kwargs.get(name)
     return getattr(model.config, name, default) if given is None else given
 

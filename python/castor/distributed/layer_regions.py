@@ -1,4 +1,4 @@
-"""Which parts of a model a plan of divided layers makes: from its names and styles alone."""
+"""Finds the tensor-parallel regions of a plan, from its names and styles alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kinds = Mapping[str, set[str]]
 
 
 def kinds_of(plan: Mapping[str, Sequence[str]]) -> dict[str, set[str]]:
-    """Those of a plan; see castor.distributed.tensor_plan."""
+    """Returns the kinds of modules in a plan; see castor.distributed.tensor_plan."""
     return {name: {style.partition(":")[0] for style in given} for name, given in plan.items()}
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of a run are divided: which train copies of the model, which parts of one."""
+"""The groups of a run's ranks: data-parallel replicas, and the ranks that share a model."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class RankLayout:
     """The groups that this process is in. Ranks of one layer's parts are neighbours."""
 
     data: Ranks | None
-    """Those with the same part of the model and other data or tokens; None: there are none."""
+    """Ranks with the same shard of the model and other data or tokens; None: there are none."""
     tensor: TensorRanks | None
-    """Those with the other parts of each layer, and the same tokens, or with the other experts, and
-    other tokens; None: layers are whole."""
+    """Ranks with the other shards of each layer and the same tokens, or with the other experts and
+    other tokens; None: layers are full."""
     process: int
-    """Of all ranks, this one's number."""
+    """Number of this rank among all."""
     sequence: TensorRanks | None
-    """Those with other tokens of the same data; None: sequences are whole."""
+    """Ranks with other tokens of the same data; None: sequences are full."""
 
     stages: TensorRanks | None = None
-    """Those with the other stages of this part of the model, for the same data; None: it is one."""
+    """Ranks with the other pipeline stages, for the same data; None: there is one stage."""
     lines: tuple[tuple[int, ...], ...] = ()
     """The processes with the stages of each copy of the model, in the order of stages."""
     between_stages: distributed.ProcessGroup | None = None
-    """What hidden states go through."""
+    """Process group that hidden states go through."""
     everyone: Peers | None = None
     """All ranks, for checkpoints; None: each has the whole model, and `data` are all."""
 
     @property
     def groups(self) -> tuple[Peers, ...]:
-        """Those through which this rank reaches all others; none: it is alone."""
+        """Groups through which this rank reaches all others; none: it is alone."""
         groups = (self.tensor, self.data, self.stages)
         return tuple(group for group in groups if group is not None)
 
@@ -98,7 +98,7 @@ class RankLayout:
         return _exchanging(some, self.process)
 
     def share_of_cores(self) -> int:
-        """How many of the cores that this process may run on are its own: ranks share theirs.
+        """Number of this process's cores that are its own: ranks share theirs.
 
         Collective. 0: it is alone, and has all.
         """
@@ -108,7 +108,7 @@ class RankLayout:
         return max(1, len(mine[1]) // self.gather(mine).count(mine))
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank of all groups gives, by the ranks' numbers; picklable. Collective."""
+        """Returns the picklable values of all ranks of all groups, by number. Collective."""
         everyone = {self.process: value}
         for group in self.groups:
             everyone = {of: one for some in group.gather(everyone) for of, one in some.items()}
@@ -116,7 +116,7 @@ class RankLayout:
 
 
 def _exchanging(parts: list[list[int]], rank: int) -> TensorRanks | None:
-    """Those of this rank's part, if it has others."""
+    """Returns the ranks of this rank's group, if there are others."""
     if all(len(part) == 1 for part in parts):
         return None
     (name,) = own_groups(parts, 1)  # all ranks make all groups
@@ -127,7 +127,7 @@ def _exchanging(parts: list[list[int]], rank: int) -> TensorRanks | None:
 
 
 def data_rank_and_size(sharing: int, neighbours: int = 1) -> tuple[int, int]:
-    """Which part of the data is this process's, and how many parts there are.
+    """Returns the number of this process's part of the data, and how many parts there are.
 
     Collective: every rank calls it.
 

@@ -80,12 +80,12 @@ class Microbatches:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is to be done with a batch."""
+    """The work on a batch."""
 
     criterion: Criterion | None
     """Computes the loss; None: the model does, of its labels."""
     scale: float
-    """What losses are multiplied with before backward."""
+    """Factor of losses before backward."""
     loss: bool
     """Whether all ranks learn the loss."""
     outputs: bool
@@ -97,7 +97,7 @@ class Asked:
         return self.loss or torch.is_grad_enabled()
 
     def loss_of(self, outputs: Any, part: Mapping[str, Any]) -> torch.Tensor:
-        """Of a micro-batch.
+        """Computes the loss of a micro-batch.
 
         Raises:
             UsageError: There is neither a criterion nor a loss of the model's, or it has no
@@ -125,7 +125,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What a run of the schedule gave."""
+    """The results of a run of the schedule."""
 
     loss: torch.Tensor | None
     """The mean over the micro-batches, on every rank; None: nobody asked for it."""
@@ -134,7 +134,7 @@ class Pass:
 
 
 class Schedule(Protocol):
-    """What runs the micro-batches of a boosted model."""
+    """Runs the micro-batches of a boosted model."""
 
     def start(self) -> None:
         """After boost: schedule_of finds it."""
@@ -194,7 +194,7 @@ class Accumulation:
 
 
 class GivesLogits(Protocol):
-    """What leaves out logits where a model computes its loss, but for a criterion."""
+    """Leaves out logits where a model computes its loss, unless a criterion needs them."""
 
     gives_logits: bool
     """Whether it gives them nevertheless."""
@@ -233,7 +233,7 @@ def named(batch: Any) -> Mapping[str, Any]:
 
 
 _schedules: weakref.WeakKeyDictionary[nn.Module, Schedule] = weakref.WeakKeyDictionary()
-"""Of boosted models."""
+"""Schedules of boosted models."""
 
 
 def put_schedule(model: nn.Module | None, schedule: Schedule) -> None:
@@ -243,7 +243,7 @@ def put_schedule(model: nn.Module | None, schedule: Schedule) -> None:
 
 
 def schedule_of(model: nn.Module) -> Schedule:
-    """That of a boosted model.
+    """Returns the schedule of a boosted model.
 
     Raises:
         UsageError: There is none.

@@ -13,7 +13,7 @@ class OpaqueMaskError(NotImplementedError, AttributeError):
 
 
 class OpaqueMask:
-    """What transformers makes of a mask where ranks divide sequences: for attention alone.
+    """A mask of transformers under context parallelism, for attention alone.
 
     It is of all tokens, or of pieces, and hidden states are of a rank's. A layer that makes a mask
     of it itself would compute something else, or fail on sizes.
@@ -35,11 +35,11 @@ class OpaqueMask:
 
 
 class WholeMask(OpaqueMask):
-    """Of all tokens, or from a rank's to all."""
+    """The mask of all tokens, or from a rank's tokens to all."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        """As the attention function takes it."""
+        """Mask in the form that the attention function takes."""
 
 
 def _refuse(what: str) -> NoReturn:

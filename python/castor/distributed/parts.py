@@ -1,4 +1,4 @@
-"""Which part of a tensor is a rank's."""
+"""Shards of tensors: the part of each rank."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from castor.runtime.model_parts import Runs, Segments
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a parameter is divided: evenly along a dimension, the first ranks have one more."""
+    """The sharding of a parameter: evenly along a dimension, the first ranks have one more."""
 
     dim: int
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Full shape."""
     pieces: int = 1
     """So many tensors lie one behind the other in that dimension, each of which is divided."""
     copies: int = 1
@@ -44,7 +44,7 @@ class Cut:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
     def _of_group(self, length: int, rank: int, size: int) -> tuple[range, range]:
-        """Of `length` elements, those of its group that a rank alone has, and those all have."""
+        """Returns the elements of `length` that a rank has alone, and those that its group shares."""
         group, place = divmod(rank, self.copies)
         each = length // (size // self.copies)
         alone, begin = (each - self.shared) // self.copies, group * each
@@ -105,7 +105,7 @@ class Cut:
         return torch.cat([grad.detach()[: grad.shape[0] - self.shared], total])
 
     def runs(self, own: range) -> Runs:
-        """Where a rank's part lies in the whole; `own`: what it has of the length of a piece."""
+        """Returns the runs of a rank's shard; `own`: its range of a piece's length."""
         behind = math.prod(self.shape[self.dim + 1 :])
         return Runs(
             first=own.start * behind,
@@ -114,7 +114,7 @@ class Cut:
         )
 
     def shape_of(self, rank: int, size: int) -> tuple[int, ...]:
-        """Of a rank's part."""
+        """Returns the shape of a rank's shard."""
         return tuple(self.own(torch.empty(self.shape, device="meta"), rank, size).shape)
 
     def own_of(self, whole: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:

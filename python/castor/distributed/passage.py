@@ -1,4 +1,4 @@
-"""What goes from stage to stage: hidden states, and what later stages need beside them."""
+"""Stage inputs and outputs: hidden states, and what later stages need beside them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castor.distributed.router_logits import RouterLogits, find_routers
 from castor.errors import UsageError
 
 HandOver = Callable[[int, torch.Tensor], torch.Tensor]
-"""Of hidden states where the block of that number is another rank's."""
+"""Sends hidden states on, where the block of that number is another rank's."""
 
 _INPUTS = ("input_ids", "inputs_embeds")
 
@@ -24,15 +24,15 @@ class Passage:
     """Hidden states on their way into the stage that runs and out of it."""
 
     width: int
-    """Of a hidden state."""
+    """Width of a hidden state."""
     routers: RouterLogits
-    """What goes with them where somebody asks for it."""
+    """Router logits, which go along where they are asked for."""
     encoder_blocks: int = 0
-    """How many come before a decoder's; 0: there is one row."""
+    """Number of encoder blocks before a decoder's; 0: there is one row."""
     patch: tuple[int, int] | None = None
     """Height and width of what one is of, where the inputs are images."""
     dtype: torch.dtype = torch.float32
-    """That models compute in."""
+    """Type that models compute in."""
     begin: int = 0
     """The stage's first block."""
     end: int = 0
@@ -40,13 +40,13 @@ class Passage:
     received: torch.Tensor | None = None
     sent: torch.Tensor | None = None
     encoded: torch.Tensor | None = None
-    """What the encoder gives, once it is over."""
+    """Output of the encoder, once it is over."""
     hand_over: HandOver | None = None
-    """What does it where all stages run in one call; then the other fields are of no use."""
+    """Function that sends them on where all stages run in one call."""
 
     @classmethod
     def of(cls, model: nn.Module, plan: PipelinePlan) -> Passage:
-        """Of a whole model."""
+        """Makes the passage of a full model."""
         config: Any = model.config
         encoder_blocks, patch = 0, None
         if plan.encoder:
@@ -80,7 +80,7 @@ class Passage:
         return rows, tokens
 
     def behind_encoder(self, batch: Mapping[str, Any], block: int) -> int:
-        """How many tokens go to a block behind those of the encoder.
+        """Counts the tokens that go to a block behind those of the encoder.
 
         Raises:
             UsageError: The model has a decoder, and the batch nothing for it.
@@ -97,12 +97,12 @@ class Passage:
         return len(images), 1 + height * width
 
     def empty(self, rows: int, tokens: int, block: int, *, device: str = "cpu") -> torch.Tensor:
-        """As what goes to a block; no values."""
+        """Makes an empty tensor like a block's stage input."""
         elements, dtype = self.routers.extent(self.width, self.dtype, block)
         return torch.empty((rows, tokens, elements), dtype=dtype, device=device)
 
     def join(self, hidden: torch.Tensor, block: int) -> torch.Tensor:
-        """What goes to a block, of the hidden states that go into it."""
+        """Makes a block's stage input of its hidden states."""
         return self.routers.join(hidden, block)
 
     def split(self, received: torch.Tensor, block: int) -> torch.Tensor:
@@ -126,7 +126,7 @@ def _is_of_tokens(x: Any) -> bool:
 
 
 def tokens_of(batch: Mapping[str, Any], *, of: str = "") -> torch.Tensor:
-    """What an encoder is given, or with of="decoder_" a decoder: (rows, tokens), or embeddings.
+    """Returns an encoder's tokens (of="decoder_": a decoder's): (rows, tokens), or embeddings.
 
     Raises:
         UsageError: There is nothing.

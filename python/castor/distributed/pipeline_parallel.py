@@ -98,11 +98,11 @@ class PipelineParallel:
         self.rank_of_block = [
             rank for rank, of in zip(self._rank_of, layers, strict=True) for _ in range(of)
         ]
-        """Which of the ranks has each block of the model."""
+        """Rank of each block of the model."""
         self.tensor: TensorParallel | None = None
-        """Where each layer is divided as well."""
+        """Tensor parallelism of each layer; None: there is none."""
         self.sequences: SequenceParallel | None = None
-        """Where sequences are."""
+        """Context parallelism; None: there is none."""
         self.running = False
         """Whether a schedule is under way, which calls the model."""
         self.broken = ""
@@ -120,11 +120,11 @@ class PipelineParallel:
         self._among = among
         self.group = group
         self.device = torch.device("cpu")
-        """Where this rank computes."""
+        """Device of this rank."""
         self.generators = Generators(self.device)
         self.whole_model: WholeModel | None = None
         self._shared = SharedParameters([])
-        """What other ranks' stages have as well."""
+        """Parameters that other ranks' stages have as well."""
         self._modules: StageModules | None = None
 
     @property
@@ -140,7 +140,7 @@ class PipelineParallel:
 
     @property
     def encoder(self) -> nn.Module | None:
-        """What runs before the decoder of an encoder-decoder; None: the model is none."""
+        """The encoder of an encoder-decoder; None: the model is none."""
         model, row = self._model(), self._plan.encoder
         assert model is not None
         return model.get_submodule(row.base) if row else None
@@ -300,7 +300,7 @@ class PipelineParallel:
 
     @property
     def stage(self) -> int:
-        """Of this part of the model, among those of other ranks."""
+        """Number of this rank's part of the model among those of other ranks."""
         return self._rank
 
     @property
@@ -382,7 +382,7 @@ def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> WholeModel:
 
 
 def _adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Which tensors PEFT writes of a whole model; see WholeModel.adapters.
+    """Returns the tensors that PEFT writes of a full model; see WholeModel.adapters.
 
     Raises:
         NotImplementedError: It writes something that is no tensor of the model.

@@ -1,4 +1,4 @@
-"""Where a model can be cut into stages: Hugging Face's plans, and ours where there is none."""
+"""Plans by which models are cut into stages: Hugging Face's, and ours where there is none."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class PipelinePlan:
     """A model whose hidden states go through a row of blocks; names are of its modules."""
 
     before: tuple[str, ...]
-    """What makes hidden states of the inputs."""
+    """Modules that make hidden states of the inputs."""
     blocks: str
     """The ModuleList."""
     after: tuple[str, ...]
-    """What makes outputs of the last hidden states."""
+    """Modules that make outputs of the last hidden states."""
     in_tuples: bool = False
     """Whether a block returns its hidden states as the first of a tuple."""
     images: bool = False
@@ -33,19 +33,19 @@ class PipelinePlan:
     """In the first block, what makes the position bias that later blocks are given: compute_bias of
     transformers' T5 attention. Empty: there is none."""
     encoder: PipelinePlan | None = None
-    """Of another row, which runs before: its base's outputs are what all blocks take as well."""
+    """Plan of another row, which runs before: all blocks take its base's outputs as well."""
 
     @property
     def rows(self) -> tuple[PipelinePlan, ...]:
-        """Of blocks, in the order in which they run."""
+        """Rows of blocks, in the order in which they run."""
         return (self.encoder, self) if self.encoder else (self,)
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """Those of all rows, in order."""
+        """Returns the blocks of all rows, in order."""
         return [block for row in self.rows for block in row.blocks_of_row(model).values()]
 
     def blocks_of_row(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Those of this one, by their names in it."""
+        """Returns the blocks of this row, by their names in it."""
         return dict(model.get_submodule(self.blocks).named_children())
 
     def within(self, base: nn.Module, prefix: str) -> PipelinePlan:
@@ -108,11 +108,11 @@ _OURS = {
 """By model_type of the configuration; names in the base model."""
 _BLOCKS_OF_THEIRS = "layers"
 SHIFT = "prepare_decoder_input_ids_from_labels"
-"""What makes a decoder's inputs of labels, as transformers calls it."""
+"""Method of transformers that makes a decoder's inputs of labels."""
 
 
 def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
-    """Where this model can be cut.
+    """Returns the plan by which this model can be cut.
 
     Raises:
         NotImplementedError: There is no plan for it, or it is not built as its plan says.
@@ -204,7 +204,7 @@ def _from_theirs(plan: Any) -> PipelinePlan | None:
 
 
 def _present(base: nn.Module, prefix: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Those that the model has: some are left out by its configuration."""
+    """Returns the names that the model has: its configuration leaves some out."""
     return tuple(prefix + name for name in names if _child(base, name) is not None)
 
 
@@ -220,7 +220,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def cheapest_cuts(model: nn.Module, plan: PipelinePlan, stages: int) -> list[int]:
-    """How many blocks each stage has; see even_cuts."""
+    """Returns the number of blocks of each stage; see even_cuts."""
     behind = sum(_cost(model.get_submodule(name)) for name in plan.after)
     return even_cuts([_cost(block) for block in plan.blocks_of(model)], behind, stages)
 
@@ -231,7 +231,7 @@ def _cost(module: nn.Module) -> float:
 
 
 def even_cuts(costs: Sequence[float], last: float, stages: int) -> list[int]:
-    """How many blocks each stage has, so that the most expensive one is as cheap as can be.
+    """Returns the number of blocks of each stage that makes the most expensive one cheapest.
 
     One at least: hidden states are handed over where the next stage's first block would begin.
 

@@ -217,18 +217,18 @@ class _PipelineStage(PipelineStage):
 
     # Without gradients torch's schedule of a V asks for those between two stages of a rank.
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """What goes to the stage before, on this rank."""
+        """Returns the gradient for the stage before, on this rank."""
         local = super().get_local_bwd_output
         return local(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """What comes from the stage behind, on this rank."""
+        """Takes the gradient of the stage behind, on this rank."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 class _Stage(nn.Module):
-    """What torch takes for the stage's module: hidden states in, hidden states or the loss out."""
+    """Stands for the stage's module in torch: hidden states in, hidden states or the loss out."""
 
     def __init__(
         self, model: weakref.ref[nn.Module], parallel: PipelineParallel, number: int
@@ -256,7 +256,7 @@ class _Stage(nn.Module):
         self.losses, self.outputs = [], []
 
     def scaled(self, loss: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
-        """What backward begins with."""
+        """Returns the tensor that backward begins with."""
         assert self._asked is not None
         return loss[0] / len(self._parts) * self._asked.scale
 

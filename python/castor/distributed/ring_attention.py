@@ -25,11 +25,11 @@ from castor.distributed.opaque_mask import OpaqueMask
 from castor.distributed.tensor_ranks import TensorRanks
 
 _Gradients = tuple[torch.Tensor, torch.Tensor]
-"""Of keys, and of values."""
+"""Gradients of keys, and of values."""
 
 
 class Coming:
-    """What the rank before sends, on its way."""
+    """A tensor on its way from the rank before."""
 
     def __init__(self, host: Future[torch.Tensor], device: torch.device) -> None:
         """Values that come into memory of the host, for `device`."""
@@ -57,15 +57,15 @@ class Ring:
 
     @property
     def num_pieces(self) -> int:
-        """That a sequence is cut into, all of one length."""
+        """Number of pieces of a sequence, all of one length."""
         return 2 * self.ranks.size
 
     def pieces_of(self, rank: int) -> tuple[int, int]:
-        """Which of them a rank has, in this order."""
+        """Returns the pieces of a rank, in this order."""
         return rank, self.num_pieces - 1 - rank
 
     def tokens_of(self, rank: int, length: int, device: torch.device) -> torch.Tensor:
-        """Which of `length` tokens a rank has, in this order: int64 of shape (length / ranks,)."""
+        """Returns a rank's tokens of `length`, in this order: int64 of shape (length / ranks,)."""
         piece = length // self.num_pieces
         begin = torch.tensor(self.pieces_of(rank), device=device) * piece
         return (begin[:, None] + torch.arange(piece, device=device)).flatten()
@@ -77,7 +77,7 @@ class Ring:
         return x[:, torch.cat(given).argsort()]
 
     def pass_on(self, sent: torch.Tensor) -> Coming:
-        """What the rank before sends. Collective.
+        """Sends to the rank behind, and returns what the rank before sends. Collective.
 
         Args:
             sent: Contiguous; of one shape on all ranks.
@@ -143,7 +143,7 @@ class PieceMasks(OpaqueMask):
         self._seen: dict[tuple[int, int], _Seen] = {}
 
     def blocks(self, queries: Sequence[int], keys: Sequence[int]) -> Iterator[Block]:
-        """What queries of some pieces see of keys of others, those apart that see nothing.
+        """Yields the blocks of some pieces' queries and others' keys that see something.
 
         Args:
             queries: Which pieces, one behind the other.
@@ -161,7 +161,7 @@ class PieceMasks(OpaqueMask):
                     )
 
     def _mask(self, query: int, key: int) -> torch.Tensor | None:
-        """Of shape (batch, 1, tokens, tokens); None: all is seen, or nothing."""
+        """Returns a mask of shape (batch, 1, tokens, tokens); None: all is seen, or nothing."""
         known = self._seen.get((query, key))
         if known in (_Seen.NOTHING, _Seen.ALL):
             return None
@@ -182,7 +182,7 @@ def _piece(index: int, length: int) -> slice:
 def causal_blocks(
     queries: Sequence[int], keys: Sequence[int], length: int, *, causal: bool
 ) -> Iterator[Block]:
-    """What queries see of keys without a mask; for the pieces that two ranks have.
+    """Yields the blocks that queries see without a mask, for the pieces of two ranks.
 
     Args:
         queries: Two pieces, one behind the other.
@@ -202,17 +202,17 @@ def causal_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class RingPass:
-    """How attention is computed in one layer."""
+    """The attention of one layer in a ring."""
 
     ring: Ring
     scores: Scores
     masks: PieceMasks | None
     """None: there is none."""
     causal: bool
-    """What holds without masks."""
+    """Whether attention without a mask is causal."""
 
     def blocks(self, owner: int, length: int) -> Iterator[Block]:
-        """What this rank's tokens see of another's.
+        """Yields the blocks of another rank's keys that this rank's tokens see.
 
         Args:
             owner: The rank that has the keys.

@@ -23,31 +23,31 @@ from castor.runtime.hooks import ModuleHook, Replaced
 from castor.runtime.own_forward import WrappedForward
 
 _RECORDED = "router_logits"
-"""What transformers calls them where it records outputs of modules, and among outputs."""
+"""Name of router logits in transformers, where it records outputs, and among outputs."""
 _TOKENS = 3
-"""Of a router that is tried out."""
+"""Number of tokens with which a router is tried out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """What chooses the experts of a block's tokens."""
+    """The module that chooses the experts of a block's tokens."""
 
     block: int
     name: str
-    """Of its module in the model."""
+    """Name of its module in the model."""
     index: int
-    """Of its logits in what it returns, where that is a tuple."""
+    """Index of the logits in its output, where that is a tuple."""
     experts: int
     in_fp32: bool
     """Whether its logits are, whatever the model computes in."""
 
     def logits(self, output: Any) -> Any:
-        """Those in what it has returned."""
+        """Returns the logits in the router's output."""
         return _logits_of(output, self.index)
 
 
 class RouterLogits:
-    """What is known of a model's router logits in the call that is under way. Holds no module."""
+    """Router logits of a model in the call that is under way. Holds no module."""
 
     def __init__(self, routers: Sequence[Router], *, why_not: str = "") -> None:
         """Nothing is known.
@@ -75,7 +75,7 @@ class RouterLogits:
 
     @property
     def asked(self) -> bool:
-        """What `ask` was last told."""
+        """Whether `ask` was last called with True."""
         return self._asked
 
     def start(self, model: nn.Module, plan: PipelinePlan, blocks: Sequence[range]) -> ExitStack:
@@ -126,7 +126,7 @@ class RouterLogits:
         return width + sum(router.experts for router in routers), wide
 
     def join(self, hidden: torch.Tensor, block: int) -> torch.Tensor:
-        """What goes to a block: (rows, tokens, width + experts of the routers before it).
+        """Makes a stage input: (rows, tokens, width + experts of the routers before it).
 
         Args:
             hidden: (rows, tokens, width).
@@ -183,12 +183,12 @@ class _CompletedForward(WrappedForward):
         self._routers = routers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the forward gives, completed."""
+        """Runs the forward, and completes its output."""
         return self._routers.complete(self.wrapped(*args, **kwargs))
 
 
 def find_routers(model: nn.Module, plan: PipelinePlan) -> RouterLogits:
-    """Those of a whole model, from what transformers records of its modules.
+    """Finds the routers of a full model, by what transformers records of its modules.
 
     Args:
         model: Lazy or not.

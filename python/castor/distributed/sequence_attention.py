@@ -23,13 +23,13 @@ from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 
 Mode = Literal["all_to_all", "all_gather", "ring_attn"]
-"""How ranks meet in attention: they exchange heads for tokens, gather keys and values, or pass
-these on in a ring."""
+"""Mode of context parallelism: all-to-all of heads and tokens, all-gather of keys and values, or
+ring attention."""
 _KNOWN_TO_RINGS = frozenset({"scaling", "softcap", "dropout", "is_causal", "s_aux"})
 _OF_MASKS_AND_LOSSES = frozenset(
     {"sliding_window", "position_ids", "num_items_in_batch", "shift_labels"}
 )
-"""What models hand attention that it has no use for."""
+"""Arguments that models give attention and that it has no use for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class Documents:
     """Several of them behind each other in a row; both int64 of shape (batch, tokens)."""
 
     positions: torch.Tensor
-    """Of a token within its document."""
+    """Position of each token within its document."""
     numbers: torch.Tensor
-    """Of a token's document."""
+    """Number of each token's document."""
 
     @classmethod
     def of(cls, positions: torch.Tensor) -> Documents | None:
-        """Those that begin where positions do not go on; None: each row is one."""
+        """Finds the documents that begin where positions do not go on; None: each row is one."""
         begins = positions.diff(prepend=positions[:, :1] - 1) != 1
         return cls(positions=positions, numbers=begins.cumsum(-1)) if begins.any() else None
 
@@ -77,7 +77,7 @@ class Apart:
 
 
 class Meeting:
-    """Where the ranks that divide one model's sequences meet: in its attention."""
+    """Attention of the ranks of a context-parallel group."""
 
     def __init__(self, ranks: TensorRanks, mode: Mode) -> None:
         """Nothing is changed.
@@ -95,7 +95,7 @@ class Meeting:
         self.entered = False
         """Whether one is that is divided."""
         self.documents: Documents | None = None
-        """Of the forward that is under way."""
+        """Documents of the forward that is under way."""
 
     def start(self, model: Any) -> None:
         """In the attention of a model of transformers."""
@@ -134,11 +134,11 @@ class Meeting:
 
     @property
     def num_pieces(self) -> int:
-        """That a sequence is cut into, all of one length."""
+        """Number of pieces of a sequence, all of one length."""
         return self.ring.num_pieces if self.ring else self.ranks.size
 
     def own_tokens(self, length: int, device: torch.device) -> slice | torch.Tensor:
-        """Which of `length` tokens are this rank's."""
+        """Returns the numbers of this rank's tokens, of `length`."""
         if self.ring:
             return self.ring.tokens_of(self.ranks.rank, length, device)
         mine = self.ranks.own_range(length)
@@ -302,7 +302,7 @@ def _passed_on(
 
 
 def _tensor_of(mask: Any, module: nn.Module, meeting: Meeting) -> torch.Tensor | None:
-    """What attention takes of what transformers has made of a mask."""
+    """Returns the mask tensor that attention takes of transformers' mask."""
     if not (mask is None or isinstance(mask, WholeMask)):
         _refuse_own_mask(module, meeting)
     return None if mask is None else mask.tensor

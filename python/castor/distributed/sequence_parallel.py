@@ -37,7 +37,7 @@ _MEET_IN_ATTENTION = frozenset(
 
 _ROUTER_LOSS = "its router loss needs all tokens (output_router_logits)"
 _OF_PADDING = "create_position_ids_from_input_ids"
-"""What RoBERTa and its like make positions with."""
+"""Function by which RoBERTa and its like make positions."""
 
 
 class SequenceParallel:
@@ -199,7 +199,7 @@ class SequenceParallel:
             self._meeting.whole, self._called = False, None
 
     def tokens_of_rank(self, length: int) -> int:
-        """How many of `length` tokens each rank has.
+        """Returns the number of each rank's tokens, of `length`.
 
         Raises:
             UsageError: They cannot be divided evenly.
@@ -240,7 +240,7 @@ class SequenceParallel:
         return given.expand_as(counted)
 
     def _documents(self, positions: torch.Tensor, *, cached: bool) -> Documents | None:
-        """Those that are packed behind each other in a row; None: each row is one."""
+        """Finds the documents that are packed in a row; None: each row is one."""
         documents = Documents.of(positions)
         if documents and cached:
             raise UsageError(

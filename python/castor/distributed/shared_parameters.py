@@ -20,7 +20,7 @@ class SharedCopy:
 
     param: nn.Parameter
     ranks: TensorRanks
-    """Those that have one."""
+    """Ranks that have a copy."""
 
 
 class SharedParameters:
@@ -38,7 +38,7 @@ class SharedParameters:
 
     @property
     def counted_elsewhere(self) -> AbstractSet[nn.Parameter]:
-        """Those whose gradient another rank counts in the norm of all."""
+        """Parameters whose gradient another rank counts in the norm of all."""
         return {copy.param for copy in self._copies if copy.ranks.rank > 0}
 
     def begin(self) -> None:

@@ -134,7 +134,7 @@ class SplitBackward:
 def _divide(
     outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[_Part], list[torch.Tensor], set[Node]]:
-    """What can be computed later, in backward's order; weights that cannot; operators on the way.
+    """Finds parts that can be computed later, weights that cannot, and operators on the way.
 
     Operators whose weights are the same are one part. It cannot wait where a pass over one of its
     operators would come to another one again (a layer that is used twice), where an operator is

@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline do together: all succeed, or each knows which has failed and why."""
+"""Runs of a pipeline's ranks: all succeed, or each knows which has failed and why."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _own_random_numbers(parallel: PipelineParallel) -> Iterator[None]:
 
 
 def _unwrapped(error: Exception) -> Exception:
-    """What torch's stages wrap, as it was."""
+    """Returns the error that torch's stages have wrapped."""
     while isinstance(error.__cause__, Exception) and "failed to run" in str(error).lower():
         error = error.__cause__
     return error

@@ -22,7 +22,7 @@ from castor.runtime.own_forward import WrappedForward
 _CACHES = frozenset(
     {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer"}
 )
-"""Of a layer, as transformers calls them: keys and values of tokens, one behind the other."""
+"""Attributes of a layer's cache: keys and values of tokens, one behind the other."""
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 """Types of layers that have such a cache."""
 
@@ -35,7 +35,7 @@ class StagedForward(WrappedForward):
     """
 
     def __init__(self, model: nn.Module, parallel: PipelineParallel) -> None:
-        """Of the forward that the model has now.
+        """Wraps the forward that the model has now.
 
         Args:
             model: Of transformers, boosted.
@@ -45,7 +45,7 @@ class StagedForward(WrappedForward):
         self._parallel = parallel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the forward gives.
+        """Runs the forward.
 
         Without gradients, outside of schedules: collective.
 
@@ -85,7 +85,7 @@ class StagedForward(WrappedForward):
         return given[0]
 
     def hand_over(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Where a block of another rank's was: hidden states that come from it, or go there."""
+        """Sends hidden states to a block of another rank, or receives them from it."""
         parallel, rank = self._parallel, self._parallel.ranks.rank
         owners, passage = parallel.rank_of_block, parallel.modules.passage
         decoder = passage.encoder_blocks  # its first block is given nothing of the block before

@@ -30,13 +30,13 @@ from castor.distributed.stand_ins import (
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a module of the model is, and which stage it belongs to."""
+    """A module's place in the model, and its stage."""
 
     parent: nn.Module
     name: str
     module: nn.Module
     other: nn.Module
-    """What stands there on other stages."""
+    """Placeholder at this place on other stages."""
     stage: int
     common: nn.Module | None = None
     """The part of it that other stages have as well ..."""

@@ -1,4 +1,4 @@
-"""What stands where modules of other stages were, while the model's own forward runs."""
+"""Placeholders for modules of other stages, while the model's own forward runs."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class OtherImages(_Other):
 
     @property
     def patch_embeddings(self) -> Any:
-        """What a model asks for the type that it computes in: of the weights of its convolution."""
+        """Stands for the weights whose type a model computes in: those of its convolution."""
         weight = torch.empty(0, dtype=self._passage.dtype)
         return SimpleNamespace(projection=SimpleNamespace(weight=weight))
 

@@ -1,4 +1,4 @@
-"""What the modules of which a rank has a part compute: a forward for each style."""
+"""Forwards of modules of which a rank has a shard, one for each style."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from castor.errors import UsageError
 Forward = Callable[..., Any]
 """(module, ranks, its argument, *args, **kwargs) -> outputs."""
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""What becomes of what the parts of a layer give: their sum, or this rank's tokens of it."""
+"""Reduces the shards' outputs of a layer: their sum, or this rank's tokens of it."""
 
 
 class Part:
@@ -34,7 +34,7 @@ class Part:
         self._ranks = ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own forward."""
+        """Calls the module's own forward."""
         module = self._module()
         assert module is not None
         return self.forward(module, self._ranks, self.argument, *args, **kwargs)
@@ -55,7 +55,7 @@ class Part:
 
 
 def _whole(module: nn.Module) -> Forward:
-    """What computes with the module's tensors as they are."""
+    """Returns the forward that computes with the module's tensors as they are."""
     forward: Forward = type(module).forward.__get__(module)
     return forward
 

@@ -85,7 +85,7 @@ class TensorParallel:
 
     @property
     def model(self) -> Any:
-        """What is divided."""
+        """The model whose layers are sharded."""
         model = self._model()
         assert model is not None
         return model
@@ -181,7 +181,7 @@ class TensorParallel:
 
     @property
     def has_first_part(self) -> bool:
-        """Of the ranks that have whole parameters alike, whether this is the first."""
+        """Whether this is the first of the ranks that have equal full parameters."""
         return self.ranks.rank == 0
 
     def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None:
@@ -197,7 +197,7 @@ class TensorParallel:
         self.ranks.gather(None)
 
     def whole_shape(self, param: torch.Tensor) -> tuple[int, ...] | None:
-        """Of a parameter that is cut; None for one that is not."""
+        """Returns the full shape of a sharded parameter; None for one that is not sharded."""
         cut = self.cuts.get(param)
         return None if cut is None else cut.shape
 
@@ -206,7 +206,7 @@ class TensorParallel:
         return self.cuts[param].own_of(whole, self.ranks)
 
     def runs(self, param: torch.Tensor) -> Runs | Segments | None:
-        """Where this rank's part of a parameter lies; None of one that is not cut."""
+        """Returns the runs of this rank's shard of a parameter; None if it is not sharded."""
         cut = self.cuts.get(param)
         return None if cut is None else cut.runs_of(self.ranks)
 

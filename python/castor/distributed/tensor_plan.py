@@ -1,4 +1,4 @@
-"""Which parameters of a model are cut, and how: Hugging Face's plans, and ours where there is none.
+"""Tensor-parallel plans: Hugging Face's, and ours where there is none.
 
 A plan maps names of modules and parameters, with `*` for numbers, to styles:
 
@@ -142,7 +142,7 @@ _OURS: dict[str, Plan] = {
 _OWN_PLAN = "give HybridParallelPlugin(tp_plan={**model.tp_plan, ...})"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _NORMS = ("q_norm", "k_norm")
-"""Of queries and keys, where they are as wide as a head."""
+"""Norms of queries and keys, where they are as wide as a head."""
 _KEY_HEADS = "num_key_value_heads"
 _HEADS = ("num_attention_heads", _KEY_HEADS)
 _GROUPS = "num_key_value_groups"
@@ -250,7 +250,7 @@ def _share_heads(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) 
 
 
 def _copies_of(heads: int, size: int, name: str) -> int:
-    """How many ranks share each key-value head; 0: each rank has some of its own.
+    """Returns the number of ranks that share each key-value head; 0: each has its own.
 
     Raises:
         UsageError: They cannot.

@@ -27,16 +27,16 @@ def _never(_place: str, _other: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorRanks(Peers):
-    """Those with the parts of each layer. Collective: all make the same calls in the same order."""
+    """The ranks with the shards of each layer. Collective: all make the same calls in order."""
 
     name: str
-    """Of the process group, which nobody else uses."""
+    """Name of the process group, which nobody else uses."""
     tensors: _C.RankTensors
     _entered: _Entered = field(default_factory=lambda: _Entered())
 
     @classmethod
     def of(cls, name: str, *, rank: int, size: int) -> TensorRanks:
-        """Those of a process group. Collective."""
+        """Makes the ranks of a process group. Collective."""
         group = _C.RankGroup(name)
         mark = common_memory_mark(Peers(rank=rank, size=size, group=group))
         tensors = _C.RankTensors(name, memory_mark=mark)
@@ -44,7 +44,7 @@ class TensorRanks(Peers):
 
     @property
     def link(self) -> str:
-        """What activations go through, for reports."""
+        """Link that activations go through, for reports."""
         return self.tensors.link
 
     def gather(self, value: Any) -> list[Any]:
@@ -62,7 +62,7 @@ class TensorRanks(Peers):
     def hear(
         self, place: str, value: Any, *, unless: Callable[[str, str], bool] = _never
     ) -> list[tuple[str, Any]]:
-        """Where every rank is, and what it gives, in rank order; picklable.
+        """Returns the place and the picklable value of every rank, in rank order.
 
         By the link that names a rank which has ended.
 
@@ -99,7 +99,7 @@ class TensorRanks(Peers):
         return total
 
     def own_range(self, length: int, rank: int | None = None) -> range:
-        """Which of `length` elements are this rank's, or another's, as tensor_split has it."""
+        """Returns this rank's elements of `length`, or another's, as tensor_split has it."""
         each, more = divmod(length, self.size)
         rank = self.rank if rank is None else rank
         return range(rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more))
@@ -121,7 +121,7 @@ class TensorRanks(Peers):
     def gather_parts(
         self, own: torch.Tensor, shapes: Sequence[tuple[int, ...]]
     ) -> list[torch.Tensor]:
-        """What every rank gives, in rank order.
+        """Gathers all ranks' tensors, in rank order.
 
         Args:
             own: On the CPU.
@@ -138,7 +138,7 @@ class TensorRanks(Peers):
         ]
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """What every rank has, as input of a layer's parts: its gradient is the parts' sum.
+        """Returns the common input of a layer's shards: its gradient is all-reduced.
 
         Layers that are given the same tensor one after the other (query, key and value) share one
         sum.
@@ -180,7 +180,7 @@ class TensorRanks(Peers):
         return _apply(_Swap, x, self, scattered, gathered)
 
     def exchanged(self, x: torch.Tensor, scattered: int, gathered: int) -> torch.Tensor:
-        """As swap, outside autograd."""
+        """Exchanges as swap does, outside autograd."""
         parts = torch.stack(x.detach().chunk(self.size, scattered))
         received = torch.empty_like(parts)
         self.tensors.exchange(parts, received)

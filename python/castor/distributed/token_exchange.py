@@ -1,4 +1,4 @@
-"""What autograd sends between ranks of which each has some tokens of hidden states.
+"""Autograd functions that exchange tokens of hidden states between ranks.
 
 Source: Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models,
 section 4.2.2), whose g is `enter_parts` and whose g-bar is `sum_to_parts`. Every part of a tensor
@@ -55,17 +55,17 @@ def enter_parts(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
 
 
 class InParts(NamedTuple):
-    """What is known of a tensor that enter_parts gives: it is an attribute of the tensor."""
+    """Record of a tensor that enter_parts returns: an attribute of the tensor."""
 
     entered: torch.Tensor | None
-    """What layers take instead; None: it is that."""
+    """Tensor that layers take instead; None: it is this one."""
     version: int
-    """Of the tensor."""
+    """Version of the tensor."""
     kept: _KeptPart
 
     @staticmethod
     def of(x: torch.Tensor) -> InParts | None:
-        """Of a tensor; None: it is another one, or has been written since."""
+        """Returns the record of a tensor; None: it has none, or has been written since."""
         found: InParts | None = getattr(x, "_castor_in_parts", None)
         return found if found and found.version == x._version else None
 

@@ -135,7 +135,7 @@ class TokenParts:
         return self._forward_divides or _in_backward()
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """What a layer gives whose inputs are divided: the sums, of this rank's tokens."""
+        """Reduce-scatters the output of a layer with sharded inputs, by tokens."""
         if not self.divides:
             return self._ranks.reduce(x)
         return sum_to_parts(x, self._ranks, _tokens_of(x))
@@ -240,7 +240,7 @@ class TokenParts:
         kwargs: dict[str, Any],
         change: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a module is given, with other hidden states, where these are divided."""
+        """Returns a module's arguments with other hidden states, where these are sharded."""
         if not self.divides:
             return args, kwargs
         if args:
@@ -257,7 +257,7 @@ class NoNumbers:
     """A module, computed by every rank for all tokens, that must draw no random numbers there."""
 
     def __init__(self, parts: TokenParts, name: str, generators: Generators) -> None:
-        """Of `parts`; the module's name, and what the model draws from."""
+        """Takes the group, the module's name, and the generators that the model draws from."""
         self._parts = parts
         self._name = name
         self._generators = generators

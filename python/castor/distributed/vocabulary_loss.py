@@ -54,7 +54,7 @@ class VocabularyLoss:
         self.local = False
         """Whether the output embedding leaves its logits divided in the forward under way."""
         self.width = 0
-        """Of all of them; TensorParallel knows it."""
+        """Full width of the vocabulary; TensorParallel sets it."""
         self.deferred: Deferred | None = None
         """Makes logits without values of what the output embedding is given, where that pays."""
         self._in_tiles: InTiles | None = None
@@ -96,7 +96,7 @@ class VocabularyLoss:
         shift_labels: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """As transformers' ForCausalLMLoss (transformers.loss.loss_utils).
+        """Computes the loss as transformers' ForCausalLMLoss does (transformers.loss.loss_utils).
 
         Raises:
             IndexError: A label is of another vocabulary.
@@ -144,7 +144,7 @@ class Columns:
     def __init__(
         self, target: torch.Tensor, ranks: TensorRanks, vocabulary: int, ignored: int
     ) -> None:
-        """Of one loss.
+        """Begins one loss.
 
         Args:
             target: (rows,), columns among all, or `ignored`.
@@ -160,7 +160,7 @@ class Columns:
         self._log_sum: torch.Tensor | None = None
 
     def seen(self, logits: torch.Tensor, rows: slice = _ALL) -> torch.Tensor:
-        """Of each of these rows the largest logit, the sum of exponentials above it, the target's.
+        """Returns each row's largest logit, the sum of exponentials above it, and the target's.
 
         Args:
             logits: (rows, own columns).
@@ -192,7 +192,7 @@ class Columns:
         rows: slice | torch.Tensor = _ALL,
         grad: torch.Tensor | float = 1.0,
     ) -> torch.Tensor:
-        """Of logits, after `total`.
+        """Returns the gradient of logits; after `total`.
 
         Args:
             logits: (rows, own columns).

@@ -11,7 +11,7 @@ from torch import nn
 from castor.errors import UsageError
 
 _ALIKE = 1e-2
-"""How far apart, relative, squares of one gradient may be that two ranks have computed alike."""
+"""Relative difference that squares of one gradient may have which two ranks computed."""
 _ROUNDING = 1e-10
 """Squares that may be of rounding alone, relative to those of all gradients."""
 
