@@ -44,7 +44,7 @@ class Cut:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
     def _of_group(self, length: int, rank: int, size: int) -> tuple[range, range]:
-        """Returns the elements of `length` that a rank has alone, and those that its group shares."""
+        """Returns the elements that a rank has alone, and those that its group shares."""
         group, place = divmod(rank, self.copies)
         each = length // (size // self.copies)
         alone, begin = (each - self.shared) // self.copies, group * each
