@@ -323,3 +323,16 @@ def test_second_warning_does_not_come_but_another_model_warns_anew() -> None:
             warnings.simplefilter("always")
             boosted.optimizer.step()
         assert len(caught) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_model_that_becomes_another_type_by_default_is_told(dtype: torch.dtype) -> None:
+    own = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    with pytest.warns(RuntimeWarning, match=f"in {dtype}, and becomes torch.float32.*'{own}' to"):
+        boosted = helpers.boost(tower().to(dtype), precision=None)
+    assert {param.dtype for param in boosted.model.parameters()} == {torch.float32}
+    for precision in (own, "fp32"):  # no warning, which would be an error here
+        boost(tower().to(dtype), precision=precision)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        helpers.boost(tower(), precision=None)

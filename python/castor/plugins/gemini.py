@@ -49,7 +49,7 @@ from castor.plugins.zero_stage import group_of_reads
 from castor.runtime.boosted_model import check_fit_for_chunks
 from castor.runtime.engine import WORKING_DTYPES, Engine
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.tensor_types import tensor_types
+from castor.runtime.tensor_types import tensor_types, warn_of_default_precision
 
 
 class GeminiPlugin:
@@ -77,7 +77,8 @@ class GeminiPlugin:
             and an eighth at least. Budgets above what machine or cgroup have are taken with a
             RuntimeWarning at boost.
         precision: "fp32", "bf16" or "fp16" (with a dynamic loss scale); the 16-bit ones keep exact
-            fp32 master weights. Default: "fp32" on the CPU, "bf16" on CUDA. Parameters are
+            fp32 master weights. Default: "fp32" on the CPU, "bf16" on CUDA, with a RuntimeWarning
+            at boost for a model in another 16-bit type. Parameters are
             converted, and persistent floating-point buffers with them, but for what stays float32:
             what `from_pretrained(dtype=...)` of transformers keeps so (routers, correction biases,
             sinks), what a model that is 16-bit already has in float32, and keep_fp32.
@@ -282,6 +283,7 @@ class GeminiPlugin:
                 "enable_gradient_accumulation=False, or overlap='forward' to accumulate"
             )
         self._chooses_overlap = overlap is None
+        self._chooses_precision = precision is None
         self.config = GeminiConfig(
             placement_policy=cast(PlacementPolicy, policy),
             device=str(chosen),
@@ -388,6 +390,9 @@ class GeminiPlugin:
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )
+        if self._chooses_precision:
+            working = WORKING_DTYPES[config.precision]
+            warn_of_default_precision(model, config.precision, working, stacklevel=3)
         types = tensor_types(
             *(model, WORKING_DTYPES[config.precision], config.keep_fp32),
             in_stages=self._division.num_ranks_of_stages > 1,

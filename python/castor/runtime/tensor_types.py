@@ -12,6 +12,8 @@ import difflib
 import fnmatch
 import re
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from castor.config.names import SCALAR_TYPES, ScalarType
+from castor.config.names import SCALAR_TYPES, Precision, ScalarType
 from castor.errors import UsageError
 from castor.runtime.boosted_model import name_before_compile
 from castor.runtime.packed import is_packed
@@ -53,6 +55,33 @@ class TensorTypes:
     def of_buffer(self, name: str, buffer: torch.Tensor) -> torch.dtype:
         """The type of a buffer; its own, where it was not there."""
         return self.tensors.get(name, buffer.dtype)
+
+
+def warn_of_default_precision(
+    model: nn.Module, precision: Precision, working: torch.dtype, *, stacklevel: int
+) -> None:
+    """Warns if a model that is mostly in 16 bits gets another type because no precision was given.
+
+    Args:
+        model: About to be boosted.
+        precision: The device's default.
+        working: Its type.
+        stacklevel: As warnings.warn's, seen from the caller.
+    """
+    elements: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        if param.is_floating_point():
+            elements[param.dtype] += param.numel()
+    most = max(elements, key=elements.__getitem__, default=working)
+    if most in _HALVES and most != working:
+        own = next(name for name, scalar in SCALAR_TYPES.items() if getattr(torch, scalar) == most)
+        warnings.warn(
+            f"this {type(model).__name__} is in {most}, and becomes {working}: no precision was "
+            f"given, and the default of this device is {precision!r}. Give precision={own!r} to "
+            f"train it as it is, or precision={precision!r}",
+            RuntimeWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def scalar_type(dtype: torch.dtype) -> ScalarType:
