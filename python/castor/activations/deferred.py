@@ -225,7 +225,7 @@ def with_memory(value: Any) -> Any:
         return value
     value.expose()
     if value.requires_grad and torch.is_grad_enabled():
-        return _WithMemory.apply(value)
+        return _WithMemory.apply(value)  # type: ignore[no-untyped-call]
     return value.values().detach().requires_grad_(value.requires_grad)
 
 

@@ -26,7 +26,7 @@ from castor import _C
 Enter = Callable[[Sequence[torch.Tensor]], None]
 """Is told of the parameters whose gradients are computed next."""
 
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
