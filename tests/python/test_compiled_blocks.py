@@ -316,7 +316,8 @@ def test_a_whole_compiled_model_trains_as_plain(blocks_too: bool) -> None:
 def test_a_forward_that_fails_leaves_the_block() -> None:
     boosted = boost(build(LLAMA))
     block: Any = boosted.model.model.layers[0]
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="bind arguments|Observed exception"):
+    said = "bind arguments|Observed exception"  # torch 2.11, 2.15
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=said):
         block()
     expected = plain_losses()
     assert_close_losses(losses_of_boosted(boosted, LOSS), expected)
