@@ -23,7 +23,14 @@ from castor.runtime.rank_buffers import names_of_own, share_together
 from castor.runtime.ranks import Peers, describe_parameters
 
 _ARGUMENTS = inspect.signature(parallel.DistributedDataParallel.__init__)
-_HONOURED = ("module", "device_ids", "output_device", "broadcast_buffers", "init_sync")
+_HONOURED = (
+    "module",
+    "device_ids",
+    "output_device",
+    "broadcast_buffers",
+    "forward_sync_buffers",
+    "init_sync",
+)
 _NOT_NEEDED = (
     "bucket_cap_mb",
     "bucket_cap_mb_list",
@@ -65,7 +72,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     Made as torch's, whose arguments it takes: all ranks begin with rank 0's parameters and buffers;
     `module`, names with "module." before them, `no_sync` and `require_backward_grad_sync` are as
     there. Before a forward it gives all ranks rank 0's buffers when torch's would
-    (`broadcast_buffers`). There are no buckets and no reducer.
+    (`broadcast_buffers`, `forward_sync_buffers`). There are no buckets and no reducer.
 
     Raises:
         ValueError: There is no process group, or several devices.
@@ -85,7 +92,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.device_ids = [*asked["device_ids"]] if asked["device_ids"] else None
         self.output_device = asked["output_device"]
         self.dim = asked["dim"]
-        self.broadcast_buffers = asked["broadcast_buffers"]
+        self._begins_with_buffers, self.broadcast_buffers = _shares_buffers(asked)
+        self.forward_sync_buffers = self.broadcast_buffers
         self.find_unused_parameters = asked["find_unused_parameters"]
         self.gradient_as_bucket_view = asked["gradient_as_bucket_view"]
         self.static_graph = asked["static_graph"]
@@ -237,7 +245,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             (name,) = own_groups([range(size)], 1)  # of CPU tensors, whatever the script's is for
             peers = Peers(rank=distributed.get_rank(), size=size, group=_C.RankGroup(name))
             peers.check_equal(describe_parameters(self.module))
-            buffers = self._shared_buffers().values() if self.broadcast_buffers else ()
+            buffers = self._shared_buffers().values() if self._begins_with_buffers else ()
             for tensor in (*self.module.parameters(), *buffers):
                 peers.share(tensor)
         end_groups(groups)
@@ -313,6 +321,19 @@ def check_device(wrapper: DistributedDataParallel, device: torch.device) -> None
                 f"output_device={wrapper.output_device}, and castor computes on {device} here: "
                 "give the GPU of the rank's number on its machine (LOCAL_RANK), or none for the CPU"
             )
+
+
+def _shares_buffers(asked: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Returns whether ranks begin with rank 0's buffers, and whether they get them in forwards.
+
+    From torch 2.13 on broadcast_buffers is None by default, and forward_sync_buffers decides over
+    forwards alone.
+    """
+    forwards = asked.get("forward_sync_buffers")
+    if forwards is not None:
+        return True, bool(forwards)
+    both = asked["broadcast_buffers"] is None or bool(asked["broadcast_buffers"])
+    return both, both
 
 
 def _engine(module: nn.Module) -> Engine:
