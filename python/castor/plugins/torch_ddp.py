@@ -94,6 +94,8 @@ class TorchDDPPlugin(TorchPlugin):
             raise TypeError(f"bucket_cap_mb is {bucket_cap_mb!r}; give a number of MiB")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be above 0")
+        if broadcast_buffers:  # torch's default, and deprecated as an argument from 2.13 on
+            del flags["broadcast_buffers"]
         self._options: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, **flags}
 
     def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> TorchModel:
