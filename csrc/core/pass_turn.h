@@ -45,7 +45,7 @@ class PassTurn {
   static void number_threads_by(NativeId native_id) noexcept;
   /// A waiting thread calls it ten times a second, with no mutex held. An exception ends the wait.
   using Look = void (*)();
-  /// Of all models of the process.
+  /// Sets it for all models of the process.
   static void look_by(Look look) noexcept;
   /// Lives as long as the thread.
   [[nodiscard]] static const Thread& this_thread();

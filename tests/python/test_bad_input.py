@@ -89,7 +89,8 @@ dist.destroy_process_group()
     assert "'weight' is a DTensor" in done.stdout, done.stderr
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # torch 2.15
 @pytest.mark.parametrize("whole", [False, True])
 def test_scripted_module_is_refused(whole: bool) -> None:
     model: nn.Module = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 1))

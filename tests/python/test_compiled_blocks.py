@@ -316,7 +316,9 @@ def test_a_whole_compiled_model_trains_as_plain(blocks_too: bool) -> None:
 def test_a_forward_that_fails_leaves_the_block() -> None:
     boosted = boost(build(LLAMA))
     block: Any = boosted.model.model.layers[0]
-    said = "bind arguments|Observed exception"  # torch 2.11, 2.15
+    said = "bind arguments"
+    if not torch.__version__.startswith("2.11."):
+        said += "|Observed exception"  # torch 2.15
     with pytest.raises(torch._dynamo.exc.Unsupported, match=said):
         block()
     expected = plain_losses()

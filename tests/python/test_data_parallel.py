@@ -17,6 +17,7 @@ import castor
 import data_parallel_cases as cases
 import simulated_gpu
 from castor.integrations.common import boosted
+from castor.integrations.data_parallel import _shares_buffers
 from rank_processes import found_by_each
 from simulated import compute_on_gpu
 
@@ -28,6 +29,24 @@ TORCHS_ABORT = "terminate called without an active exception"
 def test_loops_train_as_in_torchs_class(tmp_path: Path) -> None:
     for differ in found_by_each(cases.trains_as_torchs, 2, tmp_path):
         assert differ == {name: [] for name in cases.CASES}
+
+
+@pytest.mark.parametrize(
+    ("asked", "begins", "forwards"),
+    [
+        ({"broadcast_buffers": True}, True, True),
+        ({"broadcast_buffers": False}, False, False),
+        # From torch 2.13 on.
+        ({"broadcast_buffers": None, "forward_sync_buffers": None}, True, True),
+        ({"broadcast_buffers": None, "forward_sync_buffers": False}, True, False),
+        ({"broadcast_buffers": False, "forward_sync_buffers": None}, False, False),
+        ({"broadcast_buffers": False, "forward_sync_buffers": True}, True, True),
+    ],
+)
+def test_buffers_are_shared_where_torchs_class_shares_them(
+    asked: dict[str, Any], begins: bool, forwards: bool
+) -> None:
+    assert _shares_buffers(asked) == (begins, forwards)
 
 
 def test_ranks_whose_data_has_ended_go_along(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from castor.runtime.engine import engine_of
 from helpers import Boosted, boost
 from zoo import tower, tower_batch
 
@@ -148,3 +150,21 @@ def test_workers_with_a_dataset_that_holds_the_model() -> None:
     with pytest.raises(RuntimeError, match=STAYED):
         list(reading)
     boosted.step(boosted.model(**tower_batch(1)))
+
+
+def test_a_child_may_collect_an_optimizer_whose_model_is_gone(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        boosted = trained(nvme_path=tmp_path, nvme_offload_fraction=1.0)
+        session = weakref.ref(engine_of(boosted.model).session)
+        schedule: dict[str, Any] = {"optimizer": boosted.optimizer}
+        schedule["schedule"] = schedule  # as those of torch, which refer to themselves
+        del boosted, schedule
+        assert session() is not None  # it waits for the garbage collector
+        assert in_child(lambda: gc.collect() > 0) == "True"
+    finally:
+        gc.enable()
+    gc.collect()
+    assert session() is None
+    assert list(tmp_path.iterdir()) == []

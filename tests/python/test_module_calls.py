@@ -139,7 +139,8 @@ def test_a_call_keeps_no_module() -> None:
         call(torch.ones(1))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # torch 2.15
 def test_a_module_can_be_traced(boosted: Boosted) -> None:
     _, model, _ = boosted
     x = torch.ones(2, model.head.in_features)

@@ -7,7 +7,6 @@ import os
 import pickle
 import time
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from torch.optim import AdamW
 
 import castor
-from castor.runtime.engine import engine_of
 from helpers import LR, Boosted, boost, copies, equal
 from zoo import tower, tower_batch
 
@@ -102,51 +100,15 @@ def test_the_optimizer_may_be_copied(tmp_path: Path) -> None:
 def test_a_forked_child_may_drop_the_model(overlap: str, tmp_path: Path) -> None:
     stored = on_nvme(tmp_path, overlap=overlap)
     go_on(stored)
-    child = forked()
-    if child == 0:
-        del stored
-        gc.collect()
-        os._exit(7)
-    assert exit_code_of(child) == 7
-    assert len(list(tmp_path.iterdir())) == 1  # still the parent's
-    plain = boost(tower(), chunk_bytes=CHUNK)
-    go_on(plain)
-    assert go_on(stored, first=3) == go_on(plain, first=3)
-
-
-def test_a_forked_child_may_collect_an_optimizer_whose_model_is_gone(tmp_path: Path) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        stored = on_nvme(tmp_path)
-        go_on(stored)
-        session = weakref.ref(engine_of(stored.model).session)
-        schedule: dict[str, Any] = {"optimizer": stored.optimizer}
-        schedule["schedule"] = schedule  # as those of torch, which refer to themselves
-        del stored, schedule
-        assert session() is not None  # it waits for the garbage collector
-        child = forked()
-        if child == 0:
-            gc.collect()
-            os._exit(7)
-        assert exit_code_of(child) == 7
-    finally:
-        gc.enable()
-    gc.collect()
-    assert session() is None
-    assert list(tmp_path.iterdir()) == []
-
-
-def forked() -> int:
-    """The child's number; 0 in the child."""
     if torch.accelerator.is_available():  # who would finish in the child what a GPU is about?
         torch.accelerator.synchronize()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that threads do not come along is what is tested
-        return os.fork()
-
-
-def exit_code_of(child: int) -> int:
+        child = os.fork()
+    if child == 0:
+        del stored
+        gc.collect()
+        os._exit(7)
     done, status = 0, 0
     for _ in range(1000):
         done, status = os.waitpid(child, os.WNOHANG)
@@ -157,7 +119,11 @@ def exit_code_of(child: int) -> int:
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert done == child, "the child hung"
-    return os.waitstatus_to_exitcode(status)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert len(list(tmp_path.iterdir())) == 1  # still the parent's
+    plain = boost(tower(), chunk_bytes=CHUNK)
+    go_on(plain)
+    assert go_on(stored, first=3) == go_on(plain, first=3)
 
 
 # --- budgets --------------------------------------------------------------------------------------

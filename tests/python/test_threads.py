@@ -474,9 +474,8 @@ def test_ctrl_c_ends_a_wait_for_another_threads_pass(waits_in: str) -> None:
         "backward": loss.backward,
     }[waits_in]
     hook = model.layers[3].register_forward_hook(hold)
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a job in the background ignores it
+    # A job in the background ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     begun = time.monotonic()
     with ThreadPoolExecutor() as pool:
         served = pool.submit(serve)

@@ -118,7 +118,7 @@ def _numbers(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, i
 
 
 def tensors_of(model: nn.Module, share: Share | None) -> dict[str, SavedTensor]:
-    """Returns the tensors that are written of a model, by key, with boosted models' at home.
+    """Returns the tensors that are written of a model, by key; boosted ones from host storage.
 
     Args:
         model: Boosted or not.

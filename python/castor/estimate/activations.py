@@ -87,7 +87,7 @@ class RecomputedBlocks:
         return nullcontext()
 
     def fell_short(self, tier: str) -> None:
-        """Does nothing: memory does not fall short on paper."""
+        """Does nothing: memory does not fall short in a simulated step."""
 
     def open(self, block: int) -> BlockRun:
         """Opens the profile of a block's pass, as in Decisions."""
