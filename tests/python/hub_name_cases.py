@@ -14,7 +14,7 @@ import tensor_cases
 from tensor_cases import EXPERTS, decoder
 from zoo import Case
 
-SHARD = 40_000
+SHARD = "40KB"
 """Bytes of a file where a model has several."""
 
 DECODER = decoder(

@@ -4,10 +4,12 @@ import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from castor import cli
 from castor.errors import UsageError
@@ -182,17 +184,38 @@ def test_machines_that_do_not_come_are_counted() -> None:
 
 
 def test_machines_that_come_meet() -> None:
+    """Each is told of the others, however soon the one that keeps the store leaves."""
     place, met = f"localhost:{free_port()}", []
 
     def come() -> None:
-        with rendezvous.meeting(place, 2, 20.0):
+        with rendezvous.meeting(place, 3, 20.0):
             met.append(place)
 
-    other = threading.Thread(target=come)
-    other.start()
-    with rendezvous.meeting(place, 2, 20.0):
-        other.join()
-    assert met == [place]
+    machines = [threading.Thread(target=come) for _ in range(3)]
+    for machine in machines:
+        machine.start()
+    for machine in machines:
+        machine.join()
+    assert met == 3 * [place]
+
+
+def test_a_machine_that_leaves_before_the_others_have_come_is_named() -> None:
+    """The one that keeps the store, as where somebody stops its command."""
+    port = free_port()
+    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+
+    def leave() -> None:
+        nonlocal store
+        while store.add("castor/machines", 0) == 0:
+            time.sleep(0.01)
+        del store
+
+    keeper = threading.Thread(target=leave)
+    keeper.start()
+    said = f"the machine at localhost:{port} left before 2 machines had met there"
+    with pytest.raises(UsageError, match=said), rendezvous.meeting(f"localhost:{port}", 2, 20.0):
+        pass
+    keeper.join()
 
 
 def test_a_host_where_nobody_listens_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,25 +58,41 @@ def meeting(text: str, nodes: int, patience: float) -> Iterator[None]:
     host, port = parse_rendezvous(text)
     end = time.monotonic() + patience
     local = _is_here(host, port, text)
-    if local and not _in_use(port):
+    keeps_store = local and not _in_use(port)
+    if keeps_store:
         store = TCPStore(
             host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
             timeout=timedelta(seconds=patience),
         )  # fmt: skip
     else:
         store = _join(host, port, text, end=end, patience=patience, local=local)
-    number = store.add("castor/machines", 1)
-    store.set(f"castor/machine{number}", socket.gethostname())
-    while (came := store.add("castor/machines", 0)) < nodes:
-        if time.monotonic() > end:
-            names = sorted(store.get(f"castor/machine{i + 1}").decode() for i in range(came))
-            raise UsageError(
-                f"{came} of {nodes} machines came to {text} within {patience:g} s "
-                f"({', '.join(names)}); start the same command on the others, or wait longer for "
-                "them with --join-timeout SECONDS"
-            )
-        time.sleep(_POLL_SECONDS)
+    try:
+        number = store.add("castor/machines", 1)
+        store.set(f"castor/machine{number}", socket.gethostname())
+        came = _count(store, "castor/machines", nodes, end)
+        names = sorted(store.get(f"castor/machine{i + 1}").decode() for i in range(came))
+        store.add("castor/met", int(came >= nodes))
+    except (DistError, RuntimeError) as error:
+        raise UsageError(
+            f"the machine at {text} left before {nodes} machines had met there ({error}); see "
+            "what it printed, and start the command on all of them again"
+        ) from error
+    if came < nodes:
+        raise UsageError(
+            f"{came} of {nodes} machines came to {text} within {patience:g} s "
+            f"({', '.join(names)}); start the same command on the others, or wait longer for "
+            "them with --join-timeout SECONDS"
+        )
+    if keeps_store:  # what runs in the context may be short: the others must know of each other
+        _count(store, "castor/met", nodes, end + _HANDSHAKE_SECONDS)
     yield  # while this process has the store the others find it
+
+
+def _count(store: TCPStore, key: str, wanted: int, end: float) -> int:
+    """Waits until a count of the store is `wanted`, or until `end`, and returns the count."""
+    while (count := store.add(key, 0)) < wanted and time.monotonic() <= end:
+        time.sleep(_POLL_SECONDS)
+    return count
 
 
 def _addresses(host: str, port: int, text: str) -> list[tuple[int, tuple[Any, ...]]]:
