@@ -52,12 +52,13 @@ def boosted(
     return model, own, booster
 
 
-def batch(seed: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def batch(seed: int, param: torch.Tensor) -> torch.Tensor:
+    """Inputs of the parameter's dtype, on its device."""
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)).to(param)
 
 
 def loss_of(model: Any, seed: int) -> torch.Tensor:
-    out: torch.Tensor = model(batch(seed, model[0].weight.dtype))
+    out: torch.Tensor = model(batch(seed, model[0].weight))
     return out.float().square().mean()
 
 
@@ -87,7 +88,7 @@ def by_clamping(model: Any) -> None:
 
 def by_initialising(model: Any) -> None:
     values = torch.Generator().manual_seed(7)
-    new = torch.randn(WIDTH, WIDTH, generator=values).to(model[0].weight.dtype)
+    new = torch.randn(WIDTH, WIDTH, generator=values).to(model[0].weight)
     model[0].weight.data = new * 0.1
 
 
@@ -108,7 +109,7 @@ def by_transposing(model: Any) -> None:
 
 
 def by_strided(model: Any) -> None:
-    wide = torch.zeros(WIDTH, 2 * WIDTH, dtype=model[4].weight.dtype)
+    wide = model[4].weight.new_zeros(WIDTH, 2 * WIDTH)
     wide[:, ::2] = model[4].weight.detach() * 0.5
     model[4].weight.data = wide[:, ::2]
 

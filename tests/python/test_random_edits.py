@@ -22,8 +22,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import castor
 import grids
+import simulated_gpu
+from simulated import compute_on_gpu
 from test_given_memory import EDITORS as PARAMETER_EDITS
-from test_given_memory import by_vector, loss_of, network
+from test_given_memory import by_alias, by_vector, loss_of, network
 from test_optimizer_edits import STATE_EDITS, ordinary_dict, params_of, viewed
 
 OPTIMIZERS: list[Callable[[Any], Optimizer]] = [
@@ -41,6 +43,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"nvme_offload_fraction": 1.0},
     {"nvme_offload_fraction": 0.5, "device_memory": "12KiB"},
 ]
+ON_A_GPU = [
+    {key: "48KiB" if key == "device_memory" else value for key, value in one.items()}
+    for one in SETTINGS
+]
+"""Gradients and the states of steps that are not castor's own lie in device memory there."""
 
 
 @dataclass
@@ -53,6 +60,8 @@ class Run:
     kept: list[torch.Tensor] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)
     weights: list[Any] = field(default_factory=list)
+    aliases_follow: bool = True
+    """Whether a tensor that was assigned to a parameter goes on sharing memory with it."""
 
     @property
     def grads(self) -> list[torch.Tensor]:
@@ -109,7 +118,7 @@ def part_of_the_model(draw: random.Random) -> Action:
     @torch.no_grad()
     def act(run: Run) -> None:
         layer = run.model[place]
-        run.seen.append(layer(torch.ones(2, layer.in_features)).sum().item())
+        run.seen.append(layer(layer.weight.new_ones(2, layer.in_features)).sum().item())
 
     return act
 
@@ -156,7 +165,7 @@ def one_gradient(draw: random.Random) -> Action:
         elif way == "set":
             param.grad.set_(param.grad * 0.5)  # type: ignore[call-overload]
         elif way == "noise":
-            param.grad.add_(torch.linspace(-0.1, 0.1, param.numel()).view_as(param))
+            param.grad.add_(torch.linspace(-0.1, 0.1, param.numel()).view_as(param).to(param))
         else:
             param.grad[..., ::2] = 0.01
 
@@ -185,7 +194,12 @@ def looked_at(_: random.Random) -> Action:
 def parameters(draw: random.Random) -> Action:
     # Not what views parameters as one dimension, which torch does not do behind a transposition.
     edit = draw.choice([one for one in PARAMETER_EDITS if one is not by_vector])
-    return lambda run: edit(run.model)
+
+    def act(run: Run) -> None:
+        if edit is not by_alias or run.aliases_follow:
+            edit(run.model)
+
+    return act
 
 
 def loaded_weights(_: random.Random) -> Action:
@@ -307,47 +321,107 @@ def start(make: Callable[[Any], Optimizer]) -> Run:
     return Run(model, make([{"params": params[:3]}, {"params": params[3:], "lr": 3e-3}]))
 
 
-def agree(mine: Any, theirs: Any, where: str = "") -> None:
-    torch.testing.assert_close(
-        mine, theirs, rtol=1e-3, atol=1e-5, msg=lambda said: f"{said}\n{where}"
-    )
+def boost(run: Run, **settings: Any) -> None:
+    given = {
+        "device": "cpu", "precision": "fp32", "device_memory": "1MiB", "host_memory": "1MiB",
+    } | settings  # fmt: skip
+    castor.Booster(castor.GeminiPlugin(**given)).boost(run.model, run.optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
-@pytest.mark.parametrize("seed", range(500 if grids.WHOLE else 60))
-def test_random_edits_are_as_in_plain_pytorch(seed: int, tmp_path: Path) -> None:
+Draws = tuple[Callable[[Any], Optimizer], dict[str, Any], list[tuple[str, Action]]]
+
+
+def drawn(seed: int, settings: list[dict[str, Any]], tmp_path: Path, *, fused: Any) -> Draws:
+    """An optimizer, settings that go with it, and a script of named actions.
+
+    Args:
+        settings: Those to choose from; NVMe and overlap="forward" want a fused step.
+        fused: The classes of optimizers that have one.
+    """
     draw = random.Random(seed)
     make = draw.choice(OPTIMIZERS)
-    fused = make.func is not RMSprop  # type: ignore[attr-defined]
-    settings = draw.choice(
-        [one for one in SETTINGS if fused or not {*one} & {"nvme_offload_fraction", "overlap"}]
+    own_step = make.func not in fused  # type: ignore[attr-defined]
+    chosen = draw.choice(
+        [
+            one
+            for one in settings
+            if not own_step or not {*one} & {"nvme_offload_fraction", "overlap"}
+        ]
     )
-    if "nvme_offload_fraction" in settings:
-        settings = {"nvme_path": tmp_path, **settings}
-    drawn, weights = zip(*ACTIONS, strict=True)
-    chosen = draw.choices(drawn, weights, k=40)
-    script = [(one.__name__, one(draw)) for one in chosen]
+    if "nvme_offload_fraction" in chosen:
+        chosen = {"nvme_path": tmp_path, **chosen}
+    kinds, weights = zip(*ACTIONS, strict=True)
+    return (
+        make,
+        chosen,
+        [(kind.__name__, kind(draw)) for kind in draw.choices(kinds, weights, k=40)],
+    )
 
-    plain, boosted = start(make), start(make)
-    given = {"device": "cpu", "device_memory": "1MiB", "host_memory": "1MiB"} | settings
-    castor.Booster(castor.GeminiPlugin(**given)).boost(boosted.model, boosted.optimizer)
+
+def compare(mine: Run, theirs: Run, script: list[tuple[str, Action]], where: str) -> None:
+    """Both go through the script; what they show and where they end has to be the same."""
+    names = [name for name, _ in script]
     for place, (name, action) in enumerate(script):
-        where = f"seed {seed}, {settings}, action {place} of {[name for name, _ in script]}: {name}"
-        for run in (plain, boosted):
+        at = f"{where}, action {place} of {names}: {name}"
+        for run in (theirs, mine):
             try:
                 action(run)
             except Exception as error:
-                error.add_note(where)
+                error.add_note(at)
                 raise
-        assert boosted.seen == pytest.approx(plain.seen, rel=1e-3, abs=1e-5), where
-        for mine, theirs in zip(boosted.kept, plain.kept, strict=True):
-            agree(mine, theirs, where)
-    for mine, theirs in zip(boosted.model.parameters(), plain.model.parameters(), strict=True):
-        agree(mine, theirs)
-        assert (mine.grad is None) == (theirs.grad is None)
-        if mine.grad is not None:
-            agree(mine.grad, theirs.grad)
-        entry, expected = boosted.optimizer.state.get(mine), plain.optimizer.state.get(theirs)
-        assert {*(entry or ())} == {*(expected or ())}
+        assert mine.seen == pytest.approx(theirs.seen, rel=1e-3, abs=1e-5), at
+        for own, other in zip(mine.kept, theirs.kept, strict=True):
+            agree(own, other, at)
+    for own, other in zip(mine.model.parameters(), theirs.model.parameters(), strict=True):
+        agree(own, other, where)
+        assert (own.grad is None) == (other.grad is None), where
+        if own.grad is not None:
+            agree(own.grad, other.grad, where)
+        entry, expected = mine.optimizer.state.get(own), theirs.optimizer.state.get(other)
+        assert {*(entry or ())} == {*(expected or ())}, where
         for key, value in (expected or {}).items():
-            agree(torch.as_tensor(entry[key]), torch.as_tensor(value))
+            agree(torch.as_tensor(entry[key]), torch.as_tensor(value), where)
+
+
+def agree(mine: Any, theirs: Any, where: str) -> None:
+    torch.testing.assert_close(
+        mine, theirs, rtol=1e-3, atol=1e-5, check_device=False, msg=lambda said: f"{said}\n{where}"
+    )
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:grad and param do not obey the gradient layout contract"
+)
+
+
+@pytest.mark.parametrize("seed", range(500 if grids.WHOLE else 60))
+def test_random_edits_are_as_in_plain_pytorch(seed: int, tmp_path: Path) -> None:
+    make, settings, script = drawn(seed, SETTINGS, tmp_path, fused={AdamW, Adam, SGD})
+    plain, boosted = start(make), start(make)
+    boost(boosted, **settings)
+    compare(boosted, plain, script, f"seed {seed}, {settings}")
+
+
+@pytest.mark.parametrize("seed", range(500 if grids.WHOLE else 20))
+def test_random_edits_on_a_gpu_are_as_in_plain_pytorch(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_on_gpu(monkeypatch)
+    make, settings, script = drawn(seed, ON_A_GPU, tmp_path, fused={AdamW, Adam})
+    plain, boosted = start(make), start(make)
+    plain.aliases_follow = boosted.aliases_follow = False
+    boost(boosted, **settings)
+    compare(boosted, plain, script, f"seed {seed}, {settings}")
+    simulated_gpu.rest()
+
+
+@pytest.mark.parametrize("seed", range(500 if grids.WHOLE else 20))
+def test_random_edits_of_sixteen_bits_are_the_same_wherever_chunks_lie(
+    seed: int, tmp_path: Path
+) -> None:
+    """Plain PyTorch keeps no float32 masters: what all has room on the device is the reference."""
+    make, settings, script = drawn(seed, SETTINGS[1:], tmp_path, fused={AdamW, Adam, SGD})
+    ample, boosted = start(make), start(make)
+    boost(ample, precision="bf16")
+    boost(boosted, precision="bf16", **settings)
+    compare(boosted, ample, script, f"seed {seed}, {settings}")
