@@ -74,6 +74,15 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert [name for name in names if f"castor.{name}" not in text] == []
 
 
+def test_the_tests_that_hold_properties_exist() -> None:
+    text = (ROOT / "docs" / "properties.md").read_text(encoding="utf-8")
+    python = re.findall(r"`(test_\w+\.py)`", text)
+    cpp = re.findall(r"`(tests/cpp/\w+)`", text)
+    assert len(python) > 60
+    assert [name for name in python if not (ROOT / "tests" / "python" / name).exists()] == []
+    assert [name for name in cpp if not (ROOT / name).is_dir()] == []
+
+
 # --- each guard fails where it should -----------------------------------------------------------
 
 
