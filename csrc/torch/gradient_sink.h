@@ -21,6 +21,7 @@
 #include "torch/step_events.h"
 #include "torch/stored_weights.h"
 #include "torch/tensor_gate.h"
+#include "torch/torch_versions.h"
 
 namespace castor {
 
@@ -165,7 +166,7 @@ class GradientSink {
   std::unique_ptr<GradientCopies> copies_;  // nullptr where copies are not asynchronous
   std::vector<Gradient> gradients_;         // per parameter
   std::vector<ParamGeometry> geometries_;   // per parameter: of its gradient
-  std::vector<GradFunction> accumulators_;
+  std::vector<torch_versions::NodePointer> accumulators_;
   std::vector<bool> in_parts_;  // per chunk
   std::vector<bool> fresh_;     // per chunk: see GradientMarks
   double loss_scale_ = 1.0;

@@ -5,18 +5,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
-namespace torch::autograd {
-struct Node;
-}
-
 namespace castor {
-
-/// Owner of an autograd node: std::shared_ptr up to torch 2.12, c10::intrusive_ptr from 2.13 on.
-using GradFunction = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
 
 /// A parameter as autograd knows it and as it lies in memory. They are one tensor, but for a
 /// DTensor: gradients belong to it, bytes to the tensor that it wraps.

@@ -70,7 +70,7 @@ class GradientHook final : public ::torch::autograd::FunctionPostHook {
   ParamId param_;
 };
 
-using GradFunctions = std::vector<GradFunction>;
+using GradFunctions = std::vector<torch_versions::NodePointer>;
 
 // Outputs are shallow; the bound stops cycles through objects.
 constexpr int kMaxDepth = 6;
@@ -134,9 +134,9 @@ void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module, 
   }
 }
 
-GradFunction watch_gradient(std::weak_ptr<StepEvents> events, ParamId param,
-                            const at::Tensor& leaf) {
-  GradFunction accumulator = ::torch::autograd::impl::grad_accumulator(leaf);
+torch_versions::NodePointer watch_gradient(std::weak_ptr<StepEvents> events, ParamId param,
+                                           const at::Tensor& leaf) {
+  torch_versions::NodePointer accumulator = ::torch::autograd::impl::grad_accumulator(leaf);
   accumulator->add_post_hook(std::make_unique<GradientHook>(std::move(events), param));
   return accumulator;
 }

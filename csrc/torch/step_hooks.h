@@ -6,6 +6,7 @@
 
 #include "torch/param_gradient.h"
 #include "torch/step_events.h"
+#include "torch/torch_versions.h"
 
 namespace castor {
 
@@ -19,7 +20,7 @@ void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module, 
 /// Arranges that `events->gradient_arrived(param)` follows AccumulateGrad of `leaf`, beside any
 /// hooks of the user. Returns the accumulator, to which a leaf refers weakly: the hook goes with
 /// it.
-[[nodiscard]] GradFunction watch_gradient(std::weak_ptr<StepEvents> events, ParamId param,
-                                          const at::Tensor& leaf);
+[[nodiscard]] torch_versions::NodePointer watch_gradient(std::weak_ptr<StepEvents> events,
+                                                         ParamId param, const at::Tensor& leaf);
 
 }  // namespace castor

@@ -11,6 +11,7 @@
 #include "core/trace.h"
 #include "torch/param_gradient.h"
 #include "torch/step_events.h"
+#include "torch/torch_versions.h"
 
 namespace castor {
 
@@ -42,7 +43,7 @@ class StepRecorder final : public StepEvents {
   std::vector<at::Tensor> params_;
   const Tell tell_;
   ArrivedGradients gradients_;
-  std::vector<GradFunction> accumulators_;
+  std::vector<torch_versions::NodePointer> accumulators_;
 };
 
 }  // namespace castor

@@ -1,6 +1,31 @@
 #include "torch/torch_error.h"
 
+#include <torch/csrc/autograd/function.h>
+
+#include <array>
+#include <string_view>
+
 namespace castor {
+namespace {
+
+// How the core says where it is (Runtime::place_under_way).
+constexpr std::array<std::string_view, 2> kPlaces = {"in the backward of module ",
+                                                     "outside any module"};
+
+std::string with_operation(const Error& error) {
+  std::string message = error.what();
+  const auto node = ::torch::autograd::get_current_node();
+  if (node && dynamic_cast<const OutOfMemory*>(&error) != nullptr) {
+    for (const std::string_view place : kPlaces) {
+      if (const auto found = message.find(place); found != std::string::npos) {
+        return message.insert(found, "In " + node->name() + ", ");
+      }
+    }
+  }
+  return message;
+}
+
+}  // namespace
 
 PythonErrors& python_errors() noexcept {
   static PythonErrors errors;
@@ -34,5 +59,8 @@ PyObject* python_class_of(const Error& error) noexcept {
   }
   return classes.error;
 }
+
+TorchError::TorchError(const Error& error)
+    : ::torch::PyTorchError(with_operation(error)), type_(python_class_of(error)) {}
 
 }  // namespace castor

@@ -280,3 +280,23 @@ def test_host_budget_is_exact() -> None:
     host_bytes = boost(tower()).report().host_bytes
     assert boost(tower(), host_memory=host_bytes).report().host_bytes == host_bytes
     assert_boost_fails(castor.OutOfMemoryError, "host_memory", host_memory=host_bytes - 1)
+
+
+class Sliced(nn.Module):
+    """Backward needs more memory than forward: the slice's gradient is as large as all outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(16, 4096)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(x).exp()[:, :1]
+
+
+def test_an_error_in_backward_names_the_operation() -> None:
+    torch.manual_seed(0)
+    boosted = boost(Sliced(), 700 * 1024, activations="keep")
+    loss = boosted.model(torch.ones(16, 16)).sum()
+    said = r"Asked for by .*run_backward .*\. In ExpBackward0, outside any module: chunks in use"
+    with pytest.raises(castor.OutOfMemoryError, match=said):
+        loss.backward()
