@@ -170,7 +170,7 @@ def fitted(
     Args:
         measured: Seconds by rows.
         flops: The rate of products.
-        record: The pass of so many rows on paper.
+        record: The simulated pass of so many rows.
 
     Returns:
         The bandwidth of memory, and microseconds of an operator.
@@ -205,7 +205,7 @@ def cluster_of(probes: Sequence[dict[str, Any]], record: Callable[[int], Any]) -
 
     Args:
         probes: What each rank measured.
-        record: The pass of so many rows on paper.
+        record: The simulated pass of so many rows.
     """
     from castor.estimate.cluster import Cluster
 

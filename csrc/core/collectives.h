@@ -30,7 +30,7 @@ class Collectives {
   virtual void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) = 0;
   /// `sent` goes to the next rank, the last one's to the first; `received`, as large and apart from
   /// it, becomes what the rank before sent.
-  virtual void pass_on(std::span<const std::byte> sent, std::span<std::byte> received) = 0;
+  virtual void ring_shift(std::span<const std::byte> sent, std::span<std::byte> received) = 0;
   /// This rank takes no further part: its own calls throw from now on. Through shared memory
   /// whoever waits for it throws at once, as does a call of its own that is under way; over a
   /// group they do when this process ends, or at their timeout. From any thread.

@@ -55,7 +55,7 @@ class Pin {
 
 /// Which chunks are on the device, in slots or for good, what pins them, and which leaves next. An
 /// account only: no memory, no copies, no time. The chunk manager keeps one and moves bytes as it
-/// says; the planner and the simulator run one on paper (DryRun). Not thread-safe; outlives its
+/// says; the planner and the simulator run a simulated one (DryRun). Not thread-safe; outlives its
 /// pins. O(log chunks).
 /// Evictions: the furthest next use goes first (Belady 1966); ties go by id, so that every run
 /// takes the same decisions. Invariants: a pinned chunk is resident; a chunk may leave if and only

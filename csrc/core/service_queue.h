@@ -4,7 +4,7 @@
 
 namespace castor {
 
-/// A resource on paper: serves one job at a time, in order of submission. Seconds and bytes.
+/// A simulated resource: serves one job at a time, in order of submission. Seconds and bytes.
 class ServiceQueue {
  public:
   explicit ServiceQueue(double bytes_per_second) : bytes_per_second_(bytes_per_second) {}

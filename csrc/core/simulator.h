@@ -36,7 +36,7 @@ struct SimulatedStep {
   std::uint64_t evictions = 0;
 };
 
-/// Runs one steady step of a plan on paper: the runtime's decisions (same plan, same eviction
+/// Simulates one steady step of a plan: the runtime's decisions (same plan, same eviction
 /// order) and, for each resource, a queue served in order of submission. A pure function of its
 /// arguments, O(accesses log chunks): no clock, no threads.
 ///

@@ -8,7 +8,7 @@
 #include "core/collectives.h"
 #include "core/executor.h"
 #include "core/scalar_type.h"
-#include "dist/counterparts.h"
+#include "dist/inter_node_group.h"
 #include "dist/rank_figures.h"
 
 namespace castor {
@@ -17,7 +17,7 @@ namespace castor {
 /// machine's ranks have in common. Sums in fp32 go from one machine to the next, each adds what its
 /// ranks have, and the mean goes from the last to all: added up in the order of all ranks, rounded
 /// once. It goes by pieces, so that machines are busy with different ones; of each a rank has a
-/// part, as its counterparts do. Of elements of 4 bytes as many cross as in a reduce-scatter and a
+/// part, as its peers do. Of elements of 4 bytes as many cross as in a reduce-scatter and a
 /// gather between machines, of 2 bytes half as many again.
 ///
 /// For one reduction. A call that fails has left the ranks.
@@ -47,7 +47,7 @@ class GradientRelay {
 
   Collectives& ranks_;
   Collectives& node_;
-  const Counterparts others_;
+  const InterNodeGroup others_;
   const std::span<const std::byte> gradients_;
   std::byte* const common_;
   const ScalarType type_;

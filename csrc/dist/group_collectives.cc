@@ -47,7 +47,7 @@ void GroupCollectives::all_to_all(std::span<const std::byte> sent, std::span<std
   complete([&] { return backend_->alltoall_base(output, input, equal, equal); });
 }
 
-void GroupCollectives::pass_on(std::span<const std::byte> sent, std::span<std::byte> received) {
+void GroupCollectives::ring_shift(std::span<const std::byte> sent, std::span<std::byte> received) {
   std::vector<at::Tensor> input = {tensor_over(sent)};
   std::vector<at::Tensor> output = {tensor_over(received)};
   const int own = backend_->getRank();

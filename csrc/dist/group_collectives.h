@@ -29,7 +29,7 @@ class GroupCollectives final : public Collectives {
   [[nodiscard]] std::string description() const override;
   void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override;
   void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override;
-  void pass_on(std::span<const std::byte> sent, std::span<std::byte> received) override;
+  void ring_shift(std::span<const std::byte> sent, std::span<std::byte> received) override;
   /// `values` of rank 0 become every rank's.
   void broadcast(std::span<std::byte> values);
   /// gloo has no way to break a connection but to end: others hear of it then, or at their timeout.

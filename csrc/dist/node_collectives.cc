@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "dist/counterparts.h"
+#include "dist/inter_node_group.h"
 
 namespace castor {
 namespace {
@@ -29,7 +29,7 @@ void NodeCollectives::all_gather(std::span<const std::byte> own, std::span<std::
 
 void NodeCollectives::gather_by_nodes(std::span<const std::byte> own, std::span<std::byte> all) {
   const std::size_t bytes = own.size();
-  const Counterparts others(*this);
+  const InterNodeGroup others(*this);
   std::vector<std::byte> of_place(others.num_nodes() * bytes);
   const auto of_node = [&](std::size_t node) {
     return std::span(of_place).subspan(node * bytes, bytes);
@@ -55,8 +55,8 @@ void NodeCollectives::all_to_all(std::span<const std::byte> sent, std::span<std:
   over_group([&] { group_->all_to_all(sent, received); });
 }
 
-void NodeCollectives::pass_on(std::span<const std::byte> sent, std::span<std::byte> received) {
-  over_group([&] { group_->pass_on(sent, received); });
+void NodeCollectives::ring_shift(std::span<const std::byte> sent, std::span<std::byte> received) {
+  over_group([&] { group_->ring_shift(sent, received); });
 }
 
 // The ranks of a machine meet before: there who is gone has a name, as it has who goes meanwhile.

@@ -31,7 +31,7 @@ class NodeCollectives final : public Collectives {
 
   void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override;
   void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override;
-  void pass_on(std::span<const std::byte> sent, std::span<std::byte> received) override;
+  void ring_shift(std::span<const std::byte> sent, std::span<std::byte> received) override;
   void set_place(std::string place) override {
     group_->set_place(place);
     node_->set_place(std::move(place));

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "dist/counterparts.h"
+#include "dist/inter_node_group.h"
 
 namespace castor {
 
@@ -80,7 +80,7 @@ void RankWeights::take_others_parts(std::span<const Payload* const> weights) {
 // Each machine has all weights once, and its ranks' parts in them. What comes from another machine
 // is written by the rank of the same place, where no other rank of this one writes.
 void RankWeights::exchange_between_nodes(std::span<const Payload* const> weights) {
-  const Counterparts others(*ranks_);
+  const InterNodeGroup others(*ranks_);
   std::vector<PendingMessage> pending;
   for (std::size_t i = 0; i < weights.size() && others.num_nodes() > 1; ++i) {
     if (!shared(*weights[i])) {

@@ -21,7 +21,7 @@ void share_bytes(const SharedHomes& homes, const Payload& weights, std::span<con
 ///
 /// Where ranks of a machine share homes, a part is updated in the common memory, and nothing is
 /// sent within it: from the meeting after it on, all see it. With other machines the parts are
-/// exchanged before that meeting, each once (Counterparts). That a rank may write there at all is
+/// exchanged before that meeting, each once (InterNodeGroup). That a rank may write there at all is
 /// the callers' agreement: no other reads the weights from the meeting before an update, or a load,
 /// to the one after it. Elsewhere the parts are gathered: (n-1)/n of the bytes are sent. Weights in
 /// memory of a device that the host does not address pass through DeviceStaging.

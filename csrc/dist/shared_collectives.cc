@@ -123,7 +123,7 @@ class MemoryRanks final : public Collectives {
     }
   }
 
-  void pass_on(std::span<const std::byte> sent, std::span<std::byte> received) override {
+  void ring_shift(std::span<const std::byte> sent, std::span<std::byte> received) override {
     const std::size_t before = (rank_ + size_ - 1) % size_;
     for (std::size_t begin = 0; begin < sent.size(); begin += kBufferBytes) {
       const std::size_t bytes = std::min(kBufferBytes, sent.size() - begin);

@@ -227,7 +227,7 @@ std::vector<std::size_t> WeightParts::kept_ranks() const {
 
 // What others keep of this rank's, and this one of theirs. A failure ends the run here.
 template <typename Begin>
-void WeightParts::exchange_with_counterparts(std::size_t chunk, const Begin& begin) {
+void WeightParts::exchange_with_replicas(std::size_t chunk, const Begin& begin) {
   for (const std::size_t rank : kept_ranks()) {
     if (rank == messages_->rank() || left_) {
       continue;
@@ -252,7 +252,7 @@ void WeightParts::begin_update(ChunkId chunk) {
     ++begun_[number];
     if (num_copies(number) > 1) {
       ++num_exchanges_;
-      exchange_with_counterparts(number, [&](std::size_t rank) {
+      exchange_with_replicas(number, [&](std::size_t rank) {
         const std::span<std::byte> part = part_of(number, rank);
         bytes_read_ += part.size();
         return messages_->receive(rank, tag_of_parts(number), part);
@@ -271,7 +271,7 @@ void WeightParts::end_update(ChunkId chunk) {
   {
     const MutexLock lock(mutex_);
     if (num_copies(number) > 1) {
-      exchange_with_counterparts(number, [&](std::size_t rank) {
+      exchange_with_replicas(number, [&](std::size_t rank) {
         const std::span<const std::byte> part = part_of(number, messages_->rank());
         bytes_sent_ += part.size();
         return messages_->send(rank, tag_of_parts(number), part);
@@ -300,7 +300,7 @@ void WeightParts::await_exchanges() {
 }
 
 // Waits for what is under way of one chunk after the other, as they have been updated here: a
-// counterpart sends its part behind its own update, which waits for nobody.
+// replica sends its part behind its own update, which waits for nobody.
 void WeightParts::exchange() noexcept {
   MutexLock lock(mutex_);
   for (;;) {

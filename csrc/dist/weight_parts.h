@@ -37,8 +37,8 @@ namespace castor {
 ///
 /// Of weights there may be several copies (HSDP; Zhao et al. 2023, section 3.2.2), each cut over
 /// ranks that are neighbours: of n ranks and k copies the first n/k have the first. A rank updates
-/// its own n-th, keeps those of its counterparts, which have its place in the other copies, and
-/// reads of the ranks of its copy alone. Behind its update a rank's part goes to its counterparts,
+/// its own n-th, keeps those of its replicas, which have its place in the other copies, and
+/// reads of the ranks of its copy alone. Behind its update a rank's part goes to its replicas,
 /// beside all else: an update is finished where all parts that are kept have come. Before the
 /// meeting every rank waits for that too (await_exchanges).
 ///
@@ -125,7 +125,7 @@ class WeightParts final : public PayloadSource {
   void answer() noexcept;
   [[nodiscard]] bool next_answer(Wanted& wanted);
   template <typename Begin>
-  void exchange_with_counterparts(std::size_t chunk, const Begin& begin) CASTOR_REQUIRES(mutex_);
+  void exchange_with_replicas(std::size_t chunk, const Begin& begin) CASTOR_REQUIRES(mutex_);
   void exchange() noexcept;
   template <typename Which>
   void stop_parcels(const Which& which) noexcept CASTOR_REQUIRES(mutex_);

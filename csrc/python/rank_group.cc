@@ -99,14 +99,14 @@ class RankTensors {
       received.send();
     }
   }
-  void pass_on(const at::Tensor& sent, const at::Tensor& into) {
+  void ring_shift(const at::Tensor& sent, const at::Tensor& into) {
     if (sent.nbytes() != into.nbytes()) {
       throw InvalidArgument("what is passed on has another size than what comes for it");
     }
     ranks().set_place("passes keys and values on in an attention");
     if (sent.nbytes() > 0) {
       const OnHost received = OnHost::room_for(into);
-      ranks().pass_on(OnHost::values_of(sent).bytes(), received.bytes());
+      ranks().ring_shift(OnHost::values_of(sent).bytes(), received.bytes());
       received.send();
     }
   }
@@ -177,7 +177,7 @@ void bind_rank_group(py::module_& module) {
           },
           py::arg("own"), py::arg("place"))
       .def("exchange", &RankTensors::exchange, py::arg("sent"), py::arg("into"), Released())
-      .def("pass_on", &RankTensors::pass_on, py::arg("sent"), py::arg("into"), Released())
+      .def("ring_shift", &RankTensors::ring_shift, py::arg("sent"), py::arg("into"), Released())
       .def(
           "leave", [](RankTensors& tensors) { tensors.ranks().leave(); }, Released());
   py::class_<PythonWait>(module, "RankWait")

@@ -35,8 +35,8 @@ struct OutOfMemoryFigures {
 [[nodiscard]] PyObject* python_class_of(const Error& error) noexcept;
 
 /// A castor error on its way through torch's C++ (an allocation, an autograd hook): torch turns it
-/// into the Python exception of python_type(). An OutOfMemory within a backward pass names autograd's
-/// operation, of which Python has no frame.
+/// into the Python exception of python_type(). An OutOfMemory within a backward pass names
+/// autograd's operation, of which Python has no frame.
 class TorchError final : public ::torch::PyTorchError {
  public:
   explicit TorchError(const Error& error);

@@ -17,8 +17,8 @@ import castor
 from division_cases import BETWEEN, DEEP, INTERLEAVED, STAGES, Way, in_little, plain
 from grids import some
 from helpers import assert_equal, copies
-from own_number_cases import dropped
 from pipeline_cases import ZERO_BUBBLE
+from rank_rng_cases import dropped
 from tensor_cases import EXPERTS, FAMILIES, RING, STEPS, of_all, said, write
 from zoo import Case
 

@@ -279,7 +279,7 @@ def test_compiled_blocks_are_kept() -> None:
     assert booster.report().activation_blocks == 4
 
 
-def test_steps_on_paper_never_call_a_forward_that_holds_the_model() -> None:
+def test_simulated_steps_never_call_a_forward_that_holds_the_model() -> None:
     model: Any = llama()
     own, devices = model.forward, set()
 

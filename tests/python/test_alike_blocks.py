@@ -12,7 +12,7 @@ from torch import nn
 
 from castor.estimate import alike_blocks
 from castor.estimate.alike_blocks import AlikeBlocks, NotAlike, alike
-from castor.estimate.rank_on_paper import ModelOnPaper
+from castor.estimate.simulated_rank import SimulatedModel
 
 COMMON = {
     "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4,
@@ -97,7 +97,7 @@ def test_passes_are_those_of_stages_whose_blocks_all_run(
 ) -> None:  # fmt: skip
     path = tmp_path / "config.json"
     CONFIGS[name].to_json_file(path, use_diff=False)
-    model = ModelOnPaper(path, precision="bf16", state_format=state_format, **DIVIDED[divided])
+    model = SimulatedModel(path, precision="bf16", state_format=state_format, **DIVIDED[divided])
 
     def passes() -> list[Any]:
         return [
@@ -121,7 +121,7 @@ def test_where_blocks_share_a_part_all_of_them_run(
 ) -> None:
     path = tmp_path / "config.json"
     CONFIGS["llama"].to_json_file(path, use_diff=False)
-    model = ModelOnPaper(path, precision="bf16", state_format="split")
+    model = SimulatedModel(path, precision="bf16", state_format="split")
     layers = model.model.model.layers
     layers[4].mlp = layers[3].mlp
     shortened = model.record((0,), 2, rows=2, sequence=32, tile=0).passes

@@ -34,9 +34,9 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         ("parameter", "NotImplementedError", "'model.layers.0.self_attn.A' is a parameter beside"),
         ("kinds", "NotImplementedError", "experts.gate_up_proj' by 'colwise', and it has 96"),
-        ("mask, all_to_all", "OpaqueMaskError", "look into the attention mask themselves"),
-        ("mask, all_gather", "OpaqueMaskError", "look into the attention mask themselves"),
-        ("mask, ring_attn", "OpaqueMaskError", "look into the attention mask themselves"),
+        ("mask, all_to_all", "PlaceholderMaskError", "look into the attention mask themselves"),
+        ("mask, all_gather", "PlaceholderMaskError", "look into the attention mask themselves"),
+        ("mask, ring_attn", "PlaceholderMaskError", "look into the attention mask themselves"),
         ("own mask", "NotImplementedError", "a mask that transformers has not made"),
         ("norm", "UsageError", "'model.layers.0.self_attn.q_norm.weight' whole"),
         ("attention", "UsageError", "set to 'sdpa' after booster.boost"),

@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 import image_stage_cases
-from castor.estimate.rank_on_paper import ModelOnPaper
+from castor.estimate.simulated_rank import SimulatedModel
 from image_stage_cases import CONFIG, FLOATING, OBLONG, STEPS, STYLES, VIT, interpolated, pooled
 from pipeline_cases import MICROBATCHES, batch
 from pipeline_cases import plain as plain_losses
@@ -141,17 +141,17 @@ def test_one_process_divides_batches_of_images() -> None:
     assert done["loss"].item() == pytest.approx(plain("vit4")[0], rel=LOSS)
 
 
-def test_stages_on_paper(tmp_path: Path) -> None:
+def test_simulated_stages(tmp_path: Path) -> None:
     config = hf.ViTConfig(**CONFIG, architectures=["ViTForImageClassification"])
     path = tmp_path / "config.json"
     config.to_json_file(path, use_diff=False)
-    on_paper = ModelOnPaper(
+    simulated_model = SimulatedModel(
         path, precision="fp32", state_format="fp32", tensor_size=1, sequence_size=1,
     )  # fmt: skip
 
     def record(rank: int, ranks: int, each: int) -> Any:
         own, stages = range(rank, ranks * each, ranks), ranks * each
-        return on_paper.record(own, stages, rows=2, sequence=1, tile=0)
+        return simulated_model.record(own, stages, rows=2, sequence=1, tile=0)
 
     whole = record(0, 1, 1)
     passes = [one for rank in range(2) for one in record(rank, 2, 2).passes.values()]

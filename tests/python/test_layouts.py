@@ -1,4 +1,4 @@
-"""Layouts on paper: a rank's part is recorded as training divides it, and plans reach plugins."""
+"""Simulated layouts: a rank's part is recorded as training divides it, and plans reach plugins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from castor.estimate.layout_cost import LayoutCost
 from castor.estimate.layout_search import LayoutSearch
 from castor.estimate.layouts import Layout, layouts
 from castor.estimate.metatrace import Sent
-from castor.estimate.rank_on_paper import ModelOnPaper, StagePass
+from castor.estimate.simulated_rank import SimulatedModel, StagePass
 from castor.estimate.workload import Workload
 
 BLOCKS, WIDTH, VOCAB, TOKENS = 6, 64, 512, 32
@@ -67,14 +67,14 @@ def search(config: Path, batch: int = 8) -> LayoutSearch:
     )
 
 
-def on_paper(config: Path, **changes: Any) -> ModelOnPaper:
+def simulated_model(config: Path, **changes: Any) -> SimulatedModel:
     given: dict[str, Any] = {"precision": "fp32", "state_format": "fp32", "tensor_size": 1,
                              "sequence_size": 1}  # fmt: skip
-    return ModelOnPaper(config, **given | changes)
+    return SimulatedModel(config, **given | changes)
 
 
 def recorded(
-    model: ModelOnPaper, rank: int = 0, ranks: int = 1, each: int = 1, **settings: Any
+    model: SimulatedModel, rank: int = 0, ranks: int = 1, each: int = 1, **settings: Any
 ) -> Any:
     own = range(rank, ranks * each, ranks)
     return model.record(own, ranks * each, rows=2, sequence=TOKENS, tile=0, **settings)
@@ -86,8 +86,8 @@ def recorded(
 def test_ranks_that_share_layers_do_a_part_of_the_work_and_send_what_megatron_does(
     config: Path,
 ) -> None:
-    whole = recorded(on_paper(config)).passes[0]
-    part = recorded(on_paper(config, tensor_size=2)).passes[0]
+    whole = recorded(simulated_model(config)).passes[0]
+    part = recorded(simulated_model(config, tensor_size=2)).passes[0]
     assert part.flops == whole.flops // 2
     sums = [sent for moment in part.forward for sent in moment.sent if sent.operation == "sum"]
     hidden = 2 * TOKENS * WIDTH * 4
@@ -96,8 +96,8 @@ def test_ranks_that_share_layers_do_a_part_of_the_work_and_send_what_megatron_do
 
 
 def test_ranks_that_share_sequences_do_a_part_of_the_work(config: Path) -> None:
-    whole = recorded(on_paper(config)).passes[0]
-    part = recorded(on_paper(config, sequence_size=2)).passes[0]
+    whole = recorded(simulated_model(config)).passes[0]
+    part = recorded(simulated_model(config, sequence_size=2)).passes[0]
     assert part.flops == pytest.approx(whole.flops / 2, rel=0.05)
     exchanged = [s for m in part.forward for s in m.sent if s.operation == "exchange"]
     assert len(exchanged) == 4 * BLOCKS  # queries, keys, values and what comes of them
@@ -106,8 +106,8 @@ def test_ranks_that_share_sequences_do_a_part_of_the_work(config: Path) -> None:
 @pytest.mark.parametrize("mode", ["all_gather", "ring_attn"])
 def test_ranks_that_share_sequences_send_keys_and_values(config: Path, mode: Any) -> None:
     """Those of two ranks: gathered, or passed on, and once more in backward with their sums."""
-    whole = recorded(on_paper(config)).passes[0]
-    part = recorded(on_paper(config, sequence_size=2, sequence_mode=mode)).passes[0]
+    whole = recorded(simulated_model(config)).passes[0]
+    part = recorded(simulated_model(config, sequence_size=2, sequence_mode=mode)).passes[0]
     gathers = mode == "all_gather"
     # The ring leaves out what no token sees: one of the four blocks of a rank's two pieces.
     assert part.flops <= whole.flops / 2
@@ -126,12 +126,14 @@ def test_ranks_that_share_sequences_send_keys_and_values(config: Path, mode: Any
 
 def test_rings_with_dropout_are_recorded(tmp_path: Path) -> None:
     path = config_file(tmp_path, attention_dropout=0.1)
-    assert recorded(on_paper(path, sequence_size=2, sequence_mode="ring_attn")).passes[0].flops
+    assert (
+        recorded(simulated_model(path, sequence_size=2, sequence_mode="ring_attn")).passes[0].flops
+    )
 
 
 @pytest.mark.parametrize("each", [1, 3])
 def test_stages_together_are_the_model(config: Path, each: int) -> None:
-    model = on_paper(config)
+    model = simulated_model(config)
     whole = recorded(model)
     ranks = [recorded(model, rank, 2, each) for rank in range(2)]
     passes = [one for rank in ranks for one in rank.passes.values()]
@@ -146,7 +148,7 @@ def test_stages_together_are_the_model(config: Path, each: int) -> None:
 @pytest.mark.parametrize("mode", get_args(Mode))
 def test_stages_of_divided_sequences_are_the_model(config: Path, mode: Any) -> None:
     """Hidden states of a rank's tokens go from stage to stage, and the loss is the last one's."""
-    model = on_paper(config, sequence_size=2, sequence_mode=mode)
+    model = simulated_model(config, sequence_size=2, sequence_mode=mode)
     whole = recorded(model).passes[0]
     passes = [one for rank in range(2) for one in recorded(model, rank, 2).passes.values()]
     assert sum(one.flops for one in passes) == whole.flops
@@ -158,7 +160,7 @@ def exchanges(one: StagePass) -> list[Sent]:
     return [sent for moment in (*one.forward, *one.backward) for sent in moment.sent]
 
 
-def two_blocks(model: ModelOnPaper, **settings: Any) -> tuple[StagePass, StagePass]:
+def two_blocks(model: SimulatedModel, **settings: Any) -> tuple[StagePass, StagePass]:
     """The third block of the model, and it with the fourth, each a stage with others around."""
     given: dict[str, Any] = {"rows": 2, "sequence": TOKENS, "tile": 0} | settings
     return tuple(  # type: ignore[return-value]
@@ -180,7 +182,7 @@ def test_ranks_that_share_layers_may_have_their_tokens_of_what_lies_between(
     def of_a_block(**divided: int) -> tuple[int, float]:
         """What it keeps, and seconds of what it exchanges but for gradients of norms."""
         seconds = []
-        one, two = two_blocks(on_paper(config, **divided), recomputes=recomputes)
+        one, two = two_blocks(simulated_model(config, **divided), recomputes=recomputes)
         for passed in (one, two):
             sent = [sent for sent in exchanges(passed) if sent.num_bytes > WIDTH * 4]
             seconds.append(sum(link.collective(of.operation, of.num_bytes, 2) for of in sent))
@@ -197,7 +199,7 @@ def test_ranks_that_share_layers_may_have_their_tokens_of_what_lies_between(
 
 def test_stages_of_tokens_between_layers_are_the_model(config: Path) -> None:
     """All tokens go from stage to stage, whichever stages of the model were recorded before."""
-    model = on_paper(config, tensor_size=2, divide_tokens=True)
+    model = simulated_model(config, tensor_size=2, divide_tokens=True)
     whole = recorded(model).passes[0]
     for each in (1, 3):
         ranks = [recorded(model, rank, 2, each) for rank in range(2)]
@@ -215,7 +217,7 @@ def test_stages_of_tokens_between_layers_are_the_model(config: Path) -> None:
 
 def test_halves_of_a_backward_are_the_whole(config: Path) -> None:
     """Of a V's stages; of the first all gradients are weights', and come later."""
-    model = on_paper(config)
+    model = simulated_model(config)
     for rank in range(2):
         stages = [rank, 3 - rank]
         whole = model.record(stages, 4, rows=2, sequence=TOKENS, tile=0).passes
@@ -244,8 +246,8 @@ def test_halves_of_a_backward_are_the_whole(config: Path) -> None:
 
 
 def test_recomputed_blocks_keep_their_inputs(config: Path) -> None:
-    kept = recorded(on_paper(config)).passes[0]
-    again = recorded(on_paper(config), recomputes=True).passes[0]
+    kept = recorded(simulated_model(config)).passes[0]
+    again = recorded(simulated_model(config), recomputes=True).passes[0]
     assert again.kept_bytes < kept.kept_bytes / 2
     assert again.flops > kept.flops
 
@@ -270,8 +272,8 @@ def mixture_file(directory: Path, **changes: Any) -> Path:
 def test_experts_are_chosen_alike(tmp_path: Path, count: int, precision: Any) -> None:
     """A rank has some of them, and their choices of both ranks' samples; else it does its own."""
     path = mixture_file(tmp_path, num_local_experts=count)
-    whole = recorded(on_paper(path, precision=precision))
-    part = recorded(on_paper(path, precision=precision, expert_size=2))
+    whole = recorded(simulated_model(path, precision=precision))
+    part = recorded(simulated_model(path, precision=precision, expert_size=2))
     own, element = -(-count // 2), 4 if precision == "fp32" else 2
     of_an_expert = 3 * WIDTH * 2 * WIDTH
     assert whole.param_bytes - part.param_bytes == 3 * (count - own) * of_an_expert * element
@@ -287,7 +289,7 @@ def test_experts_are_chosen_alike(tmp_path: Path, count: int, precision: Any) ->
         ("exchange", states + 2 * rows * 2 * (4 + 4)), ("exchange", states)
     ] * 3  # fmt: skip
     assert part.settled_bytes == part.param_bytes - 3 * own * of_an_expert * element
-    assert whole.settled_bytes == recorded(on_paper(path, tensor_size=2)).settled_bytes == 0
+    assert whole.settled_bytes == recorded(simulated_model(path, tensor_size=2)).settled_bytes == 0
 
 
 def test_ranks_that_divide_experts_alone_take_other_samples() -> None:
@@ -323,7 +325,7 @@ def test_a_rank_is_that_of_training(config: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(config))
     whole = sum(p.numel() for p in model.parameters()) * 4
     norms = sum(p.numel() for p in model.parameters() if p.ndim == 1) * 4
-    part = recorded(on_paper(config, tensor_size=2)).param_bytes
+    part = recorded(simulated_model(config, tensor_size=2)).param_bytes
     assert part == (whole - norms) // 2 + norms
 
 

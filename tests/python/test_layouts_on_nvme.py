@@ -1,4 +1,4 @@
-"""Layouts on paper whose hosts are too small: what is on NVMe, what it costs, and the plan."""
+"""Simulated layouts whose hosts are too small: what is on NVMe, what it costs, and the plan."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(saved: Path, size: int) -
 def test_all_hear_of_a_rank_that_is_killed(
     phase: str, overlap: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those of its machine by name; on the other machine its counterpart, and so the rest."""
+    """Those of its machine by name; on the other machine its peer, and so the rest."""
     monkeypatch.setenv("PHASE", phase)
     monkeypatch.setenv("OVERLAP", overlap)
     monkeypatch.setenv("KILLED", "3")

@@ -32,7 +32,7 @@ class Passing:
     sizes: list[int] = field(default_factory=list)
     """Bytes of all that has been passed on."""
 
-    def pass_on(self, sent: torch.Tensor, into: torch.Tensor) -> None:
+    def ring_shift(self, sent: torch.Tensor, into: torch.Tensor) -> None:
         self.sizes.append(sent.nbytes)
         self.sent[self.rank] = sent
         self.meet.wait()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import router_stage_cases
-from castor.estimate.rank_on_paper import ModelOnPaper
+from castor.estimate.simulated_rank import SimulatedModel
 from pipeline_cases import MICROBATCHES, batch
 from pipeline_cases import plain as plain_losses
 from rank_processes import found, found_by_each
@@ -218,18 +218,18 @@ def test_the_models_work_without(refused: Any) -> None:
         assert of_rank["works too"] == refused[0]["works too"]
 
 
-def test_stages_on_paper_send_router_logits_too(tmp_path: Path) -> None:
+def test_simulated_stages_send_router_logits_too(tmp_path: Path) -> None:
     model: Any = MIXTURES["qwen3_moe"].model()
     model.config.architectures = [type(model).__name__]
     path = tmp_path / "config.json"
     model.config.to_json_file(path, use_diff=False)
-    on_paper = ModelOnPaper(
+    simulated_model = SimulatedModel(
         path, precision="bf16", state_format="split", tensor_size=1, sequence_size=1,
     )  # fmt: skip
 
     def record(rank: int, ranks: int, each: int) -> Any:
         own, stages = range(rank, ranks * each, ranks), ranks * each
-        return on_paper.record(own, stages, rows=2, sequence=LENGTH, tile=0)
+        return simulated_model.record(own, stages, rows=2, sequence=LENGTH, tile=0)
 
     whole = record(0, 1, 1)
     recorded = [record(rank, 2, 2) for rank in range(2)]

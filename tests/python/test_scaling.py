@@ -1,4 +1,4 @@
-"""Scaling on paper: curves of the fastest layouts, the page, and what `castor scaling` refuses."""
+"""Simulated scaling: curves of the fastest layouts, the page, and what `castor scaling` refuses."""
 
 from __future__ import annotations
 

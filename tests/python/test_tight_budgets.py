@@ -84,7 +84,7 @@ def test_a_budget_that_nothing_fits_names_what_would_do(name: str) -> None:
     assert trains(case_of(name, batch, 256), budget)
 
 
-def on_paper(case: Case) -> dict[int, int]:
+def simulated_model(case: Case) -> dict[int, int]:
     """Bytes that a step needs, by pieces of MLPs, with logits in the smallest pieces."""
     boosted = boost(case.model(), activations="auto")
     paper = engine_of(boosted.model).blocks._tight._paper  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def on_paper(case: Case) -> dict[int, int]:
 @pytest.mark.parametrize("name", BUILDS)
 def test_mlps_run_in_pieces_where_nothing_else_fits(name: str) -> None:
     case = case_of(name)
-    needed, plain = on_paper(case), boost(case.model(), tile_logits=False)
+    needed, plain = simulated_model(case), boost(case.model(), tile_logits=False)
     assert needed[16] < needed[4] < 0.9 * needed[1]
     losses = train_on(plain, case)
     for budget, tiles in (
@@ -121,7 +121,7 @@ def test_mlps_run_in_pieces_where_nothing_else_fits(name: str) -> None:
 def test_what_cannot_run_in_pieces_is_left_whole() -> None:
     build = small(hf.GPT2Config, max_position_embeddings=2048, bos_token_id=0, eos_token_id=0)
     case = replace(case_of("gpt2"), build=build)  # with dropout
-    budget = int(1.1 * min(on_paper(case).values()))
+    budget = int(1.1 * min(simulated_model(case).values()))
     plain = boost(case.model(), tile_logits=False)
     boosted = boost(case.model(), budget, activations="auto")
     runs = []

@@ -151,7 +151,7 @@ class AutoKeep:
         """Activations and temporaries on the device now."""
         return self._session.moment()[1]
 
-    def on_paper(self) -> tuple[_C.Simulator, dict[str, Any]]:
+    def simulated_steps(self) -> tuple[_C.Simulator, dict[str, Any]]:
         """The simulator, and what it is told where only bytes are asked for."""
         return self._simulator, self._options(measured=False) | {"margin_ratio": 0.0}
 

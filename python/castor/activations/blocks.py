@@ -110,7 +110,7 @@ class Blocks(BlockPolicy):
         Args:
             model: The model.
             engine: Its.
-            paper: Makes steps that are not run (castor.estimate.boosted.StepsOnPaper); None: what
+            paper: Makes steps that are not run (castor.estimate.boosted.SimulatedSteps); None: what
                 a small budget has room for is not looked for.
             sharing: Groups of ranks that compute each block together with this one, which "auto"
                 decides for alike.
@@ -183,7 +183,7 @@ class Blocks(BlockPolicy):
     def _look_at(self, model: nn.Module, paper: Callable[..., Paper], device: str) -> None:
         assert self._auto is not None
         config = self._config
-        simulator, options = self._auto.on_paper()
+        simulator, options = self._auto.simulated_steps()
         steps = paper(
             model,
             simulator=simulator,

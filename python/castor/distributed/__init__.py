@@ -2,7 +2,6 @@
 
 from castor.distributed.adapters import beneath_adapters
 from castor.distributed.expert_parallel import ExpertParallel
-from castor.distributed.generators import Generators
 from castor.distributed.layout import RankLayout, data_rank_and_size
 from castor.distributed.microbatches import (
     Accumulation,
@@ -15,6 +14,7 @@ from castor.distributed.microbatches import (
 from castor.distributed.parts import check_blocks
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import find_pipeline_plan
+from castor.distributed.rng_state import Generators
 from castor.distributed.sequence_attention import Mode
 from castor.distributed.sequence_parallel import SequenceParallel
 from castor.distributed.tensor_parallel import TensorParallel

@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 _OF_THE_HOST = ("cpu", "meta")
-"""meta: a model on paper."""
+"""meta: a simulated model."""
 
 
 def on_host(x: torch.Tensor) -> torch.Tensor:

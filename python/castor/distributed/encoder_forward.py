@@ -10,10 +10,10 @@ from torch import nn
 
 from castor.distributed.device_copies import broadcast
 from castor.distributed.inputs import by_name, check_inputs
-from castor.distributed.passage import HandOver, tokens_of
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import SHIFT
 from castor.distributed.stage_runs import run_together
+from castor.distributed.stage_transfer import SendHidden, tokens_of
 from castor.errors import UsageError
 from castor.runtime.own_forward import WrappedForward
 
@@ -24,17 +24,19 @@ class EncoderForward(WrappedForward):
     generate calls it by itself, on all ranks.
     """
 
-    def __init__(self, encoder: nn.Module, parallel: PipelineParallel, hand_over: HandOver) -> None:
+    def __init__(
+        self, encoder: nn.Module, parallel: PipelineParallel, send_hidden: SendHidden
+    ) -> None:
         """Wraps the forward that the encoder has now.
 
         Args:
             encoder: Of a boosted model.
             parallel: Stages of the model.
-            hand_over: Does it where all stages run in one call.
+            send_hidden: Does it where all stages run in one call.
         """
         super().__init__(encoder)
         self._parallel = parallel
-        self._hand_over = hand_over
+        self._send_hidden = send_hidden
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward; its last hidden states are the real ones, if they are known here.
@@ -55,31 +57,31 @@ class EncoderForward(WrappedForward):
         given: list[Any] = []
 
         def work() -> None:
-            with parallel.modules.together(self._hand_over):
+            with parallel.modules.together(self._send_hidden):
                 given.append(self._in_model((), named))
 
         run_together(parallel, encoder, work)
         return given[0]
 
     def _in_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        passage = self._parallel.modules.passage
+        transfer = self._parallel.modules.transfer
         outputs = self.wrapped(*args, **kwargs)
         states = outputs.last_hidden_state
-        if passage.hand_over:
+        if transfer.send_hidden:
             outputs.last_hidden_state = self._of_last(states)
             return outputs
-        if passage.begin >= passage.encoder_blocks:
-            assert passage.received is not None
-            outputs.last_hidden_state = passage.received[:, : states.shape[1]].contiguous()
-        passage.encoded = outputs.last_hidden_state
-        if passage.end == passage.encoder_blocks:
-            passage.sent = passage.encoded
+        if transfer.begin >= transfer.encoder_blocks:
+            assert transfer.received is not None
+            outputs.last_hidden_state = transfer.received[:, : states.shape[1]].contiguous()
+        transfer.encoded = outputs.last_hidden_state
+        if transfer.end == transfer.encoder_blocks:
+            transfer.sent = transfer.encoded
         return outputs
 
     def _of_last(self, states: torch.Tensor) -> torch.Tensor:
         """Broadcasts the hidden states of the rank with the encoder's last block."""
         parallel = self._parallel
-        owner = parallel.rank_of_block[parallel.modules.passage.encoder_blocks - 1]
+        owner = parallel.rank_of_block[parallel.modules.transfer.encoder_blocks - 1]
         return broadcast(
             states if owner == parallel.ranks.rank else None,
             states.shape,

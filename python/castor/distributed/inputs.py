@@ -73,7 +73,7 @@ def check_inputs(
             continue
         digest = zlib.crc32(repr(tuple(leaf.shape)).encode(), digest)
         values = leaf.detach().contiguous().view(-1)
-        if values.numel() and not values.is_meta:  # meta: a model on paper
+        if values.numel() and not values.is_meta:  # meta: a simulated model
             digest = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, digest)
     what = f"the inputs of {type(model).__name__} (ranks that divide it take one batch)"
     return ranks.check_equal({what: f"{digest:08x}"} | dict(asked or {}), beside=beside)
@@ -90,7 +90,7 @@ def check_numbers(numbers: torch.Tensor, count: int, what: str) -> None:
     Raises:
         IndexError: As where the vocabulary is whole.
     """
-    if numbers.is_meta or not numbers.numel():  # a model on paper
+    if numbers.is_meta or not numbers.numel():  # a simulated model
         return
     least, most = (int(x) for x in numbers.aminmax())
     if least < 0 or most >= count:

@@ -16,12 +16,12 @@ from torch import distributed, nn
 from torch.optim import Optimizer
 
 from castor import _C
-from castor.distributed.generators import Generators
 from castor.distributed.inputs import asked_of
-from castor.distributed.passage import Passage
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
+from castor.distributed.rng_state import Generators
 from castor.distributed.sequence_parallel import SequenceParallel
 from castor.distributed.shared_parameters import SharedCopy, SharedParameters
+from castor.distributed.stage_transfer import StageTransfer
 from castor.distributed.stages import StageModules, places_of
 from castor.distributed.tensor_parallel import TensorParallel
 from castor.distributed.tensor_ranks import TensorRanks
@@ -114,7 +114,7 @@ class PipelineParallel:
         )  # fmt: skip
         self._model = weakref.ref(model)
         self._plan = plan
-        self._passage = Passage.of(model, plan)
+        self._transfer = StageTransfer.of(model, plan)
         self.ask_for_router_logits(model, {})
         self._cuts = [sum(layers[:stage]) for stage in range(stages + 1)]
         self._among = among
@@ -159,7 +159,7 @@ class PipelineParallel:
         """
         model = self._model()
         assert model is not None
-        places = places_of(model, self._plan, self._cuts, self._passage)
+        places = places_of(model, self._plan, self._cuts, self._transfer)
         owners: dict[nn.Parameter, set[int]] = {}
         for place in places:
             for param, stages in place.params():
@@ -171,7 +171,7 @@ class PipelineParallel:
                 self.ranks.share(tensor)
         mine = [stage for stage in range(self.num_stages) if self._rank_of[stage] == self._rank]
         self.whole_model = _describe(named, optimizers)
-        self._modules = StageModules(places, mine, self._cuts, self._passage)
+        self._modules = StageModules(places, mine, self._cuts, self._transfer)
         own = set(model.parameters())
         self._shared = self._find_shared(owners)
         for optimizer in optimizers:
@@ -191,8 +191,8 @@ class PipelineParallel:
         model = self._model()
         assert model is not None
         self.device, self.generators = device, Generators(device)
-        self._passage.dtype = dtype
-        self._passage.routers.start(model, self._plan, self.modules.own_blocks)
+        self._transfer.dtype = dtype
+        self._transfer.routers.start(model, self._plan, self.modules.own_blocks)
         for called in (model, self.encoder):
             if called is not None:
                 called.register_forward_pre_hook(ModuleHook(self._check_call), prepend=True)
@@ -209,7 +209,7 @@ class PipelineParallel:
         Raises:
             NotImplementedError: They have another form than castor knows.
         """
-        self._passage.routers.ask(bool(asked_of(model, kwargs, "output_router_logits")))
+        self._transfer.routers.ask(bool(asked_of(model, kwargs, "output_router_logits")))
 
     def begin(self) -> None:
         """Backward passes follow."""

@@ -71,7 +71,7 @@ class PipelineSchedule:
         model.forward = forward
         refuse_parts(model, self._parallel)
         if encoder := self._parallel.encoder:
-            encoder.forward = EncoderForward(encoder, self._parallel, forward.hand_over)
+            encoder.forward = EncoderForward(encoder, self._parallel, forward.send_hidden)
 
     def run(self, batch: Any, asked: Asked) -> Pass:
         """All micro-batches of a batch through all stages, and back if there are gradients.
@@ -140,19 +140,19 @@ class PipelineSchedule:
         self, parts: Sequence[Mapping[str, Any]], *, training: bool
     ) -> tuple[list[_Stage], Any]:
         """Stages and schedule for micro-batches of this shape; the last ones are kept."""
-        parallel, passage, model = self._parallel, self._parallel.modules.passage, self._model()
+        parallel, transfer, model = self._parallel, self._parallel.modules.transfer, self._model()
         assert model is not None
-        rows, length = passage.size_of(parts[0])
+        rows, length = transfer.size_of(parts[0])
         cuts, count = parallel.modules.cuts, parallel.num_stages
-        behind = [passage.behind_encoder(parts[0], block) for block in cuts]
+        behind = [transfer.behind_encoder(parts[0], block) for block in cuts]
         if parallel.sequences and training:
             length = parallel.sequences.tokens_of_rank(length)
-        key = (rows, length, behind[-1], len(parts), training, passage.routers.asked)
+        key = (rows, length, behind[-1], len(parts), training, transfer.routers.asked)
         if self._known and self._known[0] == key:
             return self._known[1], self._known[2]
         self._known = None  # its buffers
         hidden = [
-            passage.empty(rows, length + more, block, device="meta").requires_grad_(training)
+            transfer.empty(rows, length + more, block, device="meta").requires_grad_(training)
             for block, more in zip(cuts, behind, strict=True)
         ]
         loss = torch.empty(1, device="meta", requires_grad=training)
@@ -264,7 +264,7 @@ class _Stage(nn.Module):
         """One micro-batch.
 
         Args:
-            received: See Passage.join; none: this is the first stage.
+            received: See StageTransfer.join; none: this is the first stage.
             number: The micro-batch's, of shape (1,).
         """
         with self.parallel.computing():
@@ -282,14 +282,14 @@ class _Stage(nn.Module):
             own.setdefault("use_cache", False)
         if self.parallel.sequences:
             self.parallel.sequences.joins = self.is_last
-        with self.parallel.modules.running(self._number) as passage:
+        with self.parallel.modules.running(self._number) as transfer:
             if received:
-                passage.received = brought_from_host(received[0], self.parallel.device)
+                transfer.received = brought_from_host(received[0], self.parallel.device)
             tensor = self.parallel.tensor
             loss_of_parts = tensor.loss if tensor else None
             with giving_logits(asked, self.parallel.sequences, loss_of_parts):
                 outputs = model(**own)
-            sent = passage.sent
+            sent = transfer.sent
         if not self.is_last:
             assert sent is not None
             sent = sent.clone() if sent._is_view() else sent.contiguous()

@@ -21,7 +21,7 @@ import torch
 
 from castor.distributed.blockwise_attention import Block, Scores, merge
 from castor.distributed.device_copies import from_host, on_host
-from castor.distributed.opaque_mask import OpaqueMask
+from castor.distributed.placeholder_mask import PlaceholderMask
 from castor.distributed.tensor_ranks import TensorRanks
 
 _Gradients = tuple[torch.Tensor, torch.Tensor]
@@ -76,7 +76,7 @@ class Ring:
         given = [self.tokens_of(rank, length, x.device) for rank in range(self.ranks.size)]
         return x[:, torch.cat(given).argsort()]
 
-    def pass_on(self, sent: torch.Tensor) -> Coming:
+    def ring_shift(self, sent: torch.Tensor) -> Coming:
         """Sends to the rank behind, and returns what the rank before sends. Collective.
 
         Args:
@@ -87,7 +87,7 @@ class Ring:
         received = torch.empty_like(own, pin_memory=own is not sent)
 
         def send() -> torch.Tensor:
-            self.ranks.tensors.pass_on(own, received)
+            self.ranks.tensors.ring_shift(own, received)
             return received
 
         self._last = self._thread.submit(send)
@@ -110,7 +110,7 @@ class _Seen(Enum):
     ALL = 2
 
 
-class PieceMasks(OpaqueMask):
+class PieceMasks(PlaceholderMask):
     """The mask of a divided forward, made by pieces of the sequence as they are needed.
 
     Models hand it from where transformers makes masks to where attention is computed.
@@ -336,7 +336,7 @@ def _gradients_of_keys(
                 grad_values[:, :, block.keys] += of_values
             if sums is not None:
                 own += sums.result()
-            sums = ring.pass_on(own)
+            sums = ring.ring_shift(own)
         assert sums is not None
         return _unpacked(sums.result(), key.shape, value.shape)
 
@@ -348,7 +348,7 @@ def _travelling(
     rank, size = ring.ranks.rank, ring.ranks.size
     packed = torch.cat([key.detach().flatten(), value.detach().flatten()])
     for step in range(size):
-        coming = ring.pass_on(packed) if step + 1 < size else None
+        coming = ring.ring_shift(packed) if step + 1 < size else None
         yield (rank - step) % size, *_unpacked(packed, key.shape, value.shape)
         if coming is not None:
             packed = coming.result()

@@ -246,7 +246,7 @@ def _tried(model: nn.Module, name: str, block: int, index: int) -> Router:
     config: Any = model.config
     module = model.get_submodule(name)
     reduced = torch.bfloat16
-    on_paper = {
+    on_meta = {
         key: torch.empty(
             param.shape, dtype=reduced if param.is_floating_point() else param.dtype, device="meta"
         )
@@ -255,7 +255,7 @@ def _tried(model: nn.Module, name: str, block: int, index: int) -> Router:
     given = torch.empty((_TOKENS, config.hidden_size), dtype=reduced, device="meta")
     try:
         with torch.no_grad():
-            bare = {f"module.{key}": tensor for key, tensor in on_paper.items()}
+            bare = {f"module.{key}": tensor for key, tensor in on_meta.items()}
             output = functional_call(_WithoutHooks(module), bare, (given,))
     except Exception as error:
         raise _UnknownFormError(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from castor.distributed.blockwise_attention import Scores
-from castor.distributed.opaque_mask import WholeMask
+from castor.distributed.placeholder_mask import FullMask
 from castor.distributed.ring_attention import PieceMasks, Ring, RingPass, ring_attention
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
@@ -187,7 +187,7 @@ def _register(implementation: str, mode: Mode) -> str:
             else:
                 kv_length, q_offset = q_length * ranks.size, q_length * ranks.rank
         made = mask_of_whole(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **options)
-        return WholeMask(made) if meeting and made is not None else made
+        return FullMask(made) if meeting and made is not None else made
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -303,7 +303,7 @@ def _passed_on(
 
 def _tensor_of(mask: Any, module: nn.Module, meeting: Meeting) -> torch.Tensor | None:
     """Returns the mask tensor that attention takes of transformers' mask."""
-    if not (mask is None or isinstance(mask, WholeMask)):
+    if not (mask is None or isinstance(mask, FullMask)):
         _refuse_own_mask(module, meeting)
     return None if mask is None else mask.tensor
 

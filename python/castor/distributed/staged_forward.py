@@ -76,7 +76,7 @@ class StagedForward(WrappedForward):
         given: list[Any] = []
 
         def work() -> None:
-            with parallel.modules.together(self.hand_over):
+            with parallel.modules.together(self.send_hidden):
                 own = forward(**kwargs)
             with parallel.awaiting():
                 given.append(self._share(own))
@@ -84,21 +84,21 @@ class StagedForward(WrappedForward):
         run_together(parallel, model, work)
         return given[0]
 
-    def hand_over(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+    def send_hidden(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Sends hidden states to a block of another rank, or receives them from it."""
         parallel, rank = self._parallel, self._parallel.ranks.rank
-        owners, passage = parallel.rank_of_block, parallel.modules.passage
-        decoder = passage.encoder_blocks  # its first block is given nothing of the block before
+        owners, transfer = parallel.rank_of_block, parallel.modules.transfer
+        decoder = transfer.encoder_blocks  # its first block is given nothing of the block before
         if index not in (0, decoder) and owners[index - 1] == rank:
-            sent = on_host(passage.join(hidden, index).contiguous())
+            sent = on_host(transfer.join(hidden, index).contiguous())
             with parallel.awaiting():
                 distributed.send(sent, group=parallel.group, group_dst=owners[index])
         if index + 1 not in (decoder, len(owners)) and owners[index + 1] == rank:
             rows, tokens = hidden.shape[:2]
-            received = passage.empty(rows, tokens, index + 1)
+            received = transfer.empty(rows, tokens, index + 1)
             with parallel.awaiting():
                 distributed.recv(received, group=parallel.group, group_src=owners[index])
-            hidden = passage.split(from_host(received, hidden.device), index + 1)
+            hidden = transfer.split(from_host(received, hidden.device), index + 1)
         return hidden
 
     def _share(self, own: Any) -> Any:

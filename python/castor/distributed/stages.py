@@ -2,7 +2,7 @@
 
 The model's own forward runs on every stage, from its inputs to its outputs. Of the row of blocks,
 the one before a stage's first gives the hidden states that were received, the one behind its last
-keeps those that are to be sent; what is computed before and behind of stand-ins goes nowhere.
+keeps those that are to be sent; what is computed before and behind of placeholders goes nowhere.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from castor.distributed.passage import HandOver, Passage
 from castor.distributed.pipeline_plan import PipelinePlan
-from castor.distributed.stand_ins import (
+from castor.distributed.placeholders import (
     BIAS,
-    OtherBiasedBlock,
-    OtherBlock,
-    OtherEnd,
-    OtherImages,
+    PlaceholderBiasedBlock,
+    PlaceholderBlock,
+    PlaceholderEnd,
+    PlaceholderImages,
 )
+from castor.distributed.stage_transfer import SendHidden, StageTransfer
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,22 +58,28 @@ class StageModules:
     """The stages of a model that this process has. Holds no module of the model."""
 
     def __init__(
-        self, places: Sequence[Place], own: Sequence[int], cuts: Sequence[int], passage: Passage
+        self,
+        places: Sequence[Place],
+        own: Sequence[int],
+        cuts: Sequence[int],
+        transfer: StageTransfer,
     ) -> None:
-        """Puts stand-ins where modules of other processes' stages are.
+        """Puts placeholders where modules of other processes' stages are.
 
         Args:
             places: All that belong to a stage.
             own: Numbers of this process's.
             cuts: The first block of each stage of the model, and the number of blocks.
-            passage: Of the stand-ins.
+            transfer: Of the placeholders.
         """
         self.own = tuple(own)
         self.cuts = list(cuts)
-        self.passage = passage
+        self.transfer = transfer
         for place in places:
             if place.stage not in own:
-                if isinstance(place.other, OtherBiasedBlock) and set(own) & set(place.common_to):
+                if isinstance(place.other, PlaceholderBiasedBlock) and set(own) & set(
+                    place.common_to
+                ):
                     place.other.keep_bias()
                 place.put(place.other)
         # Of several stages those that do not run are out of the way meanwhile.
@@ -90,10 +96,10 @@ class StageModules:
         return [range(self.cuts[stage], self.cuts[stage + 1]) for stage in self.own]
 
     @contextmanager
-    def running(self, stage: int) -> Iterator[Passage]:
+    def running(self, stage: int) -> Iterator[StageTransfer]:
         """In it the model's forward computes one stage of this process's."""
-        passage = self.passage
-        passage.begin, passage.end = self.cuts[stage], self.cuts[stage + 1]
+        transfer = self.transfer
+        transfer.begin, transfer.end = self.cuts[stage], self.cuts[stage + 1]
         resting = [
             Place(parent(), name, module(), other, of)  # type: ignore[arg-type]
             for parent, module, name, other, of in self._own
@@ -102,26 +108,26 @@ class StageModules:
         for place in resting:
             place.put(place.other)
         try:
-            with passage.routers.listening():
-                yield passage
+            with transfer.routers.listening():
+                yield transfer
         finally:
             for place in resting:
                 place.put(place.module)
-            passage.received = passage.sent = passage.encoded = None
+            transfer.received = transfer.sent = transfer.encoded = None
 
     @contextmanager
-    def together(self, hand_over: HandOver) -> Iterator[None]:
+    def together(self, send_hidden: SendHidden) -> Iterator[None]:
         """In it the model's forward computes all of this process's stages."""
-        self.passage.hand_over = hand_over
+        self.transfer.send_hidden = send_hidden
         try:
-            with self.passage.routers.listening():
+            with self.transfer.routers.listening():
                 yield
         finally:
-            self.passage.hand_over = None
+            self.transfer.send_hidden = None
 
 
 def places_of(
-    model: nn.Module, plan: PipelinePlan, cuts: Sequence[int], passage: Passage
+    model: nn.Module, plan: PipelinePlan, cuts: Sequence[int], transfer: StageTransfer
 ) -> list[Place]:
     """All modules that belong to a stage; nothing is changed.
 
@@ -129,7 +135,7 @@ def places_of(
         model: Whole.
         plan: Of it.
         cuts: As StageModules takes them.
-        passage: For what stands where others' modules were.
+        transfer: For what stands where others' modules were.
     """
     embeddings = None if plan.images else model.get_input_embeddings()  # type: ignore[operator]
     places, first = [], 0
@@ -140,33 +146,39 @@ def places_of(
             for name in names:
                 parent, _, short = name.rpartition(".")
                 module = model.get_submodule(name)
-                other: OtherEnd | OtherImages
+                other: PlaceholderEnd | PlaceholderImages
                 if plan.images and names is row.before:
-                    other = OtherImages(passage)
+                    other = PlaceholderImages(transfer)
                 else:
                     parts = list(module.modules())
                     embeds = any(isinstance(part, nn.Embedding) for part in parts)
                     tokens = embeddings in parts or plan.encoder is not None
                     width = module.out_features if isinstance(module, nn.Linear) else None
-                    other = OtherEnd(passage, embeds=embeds, tokens=tokens, width=width)
+                    other = PlaceholderEnd(transfer, embeds=embeds, tokens=tokens, width=width)
                 places.append(Place(model.get_submodule(parent), short, module, other, stage))
-        places += _places_of_blocks(model, row, numbers, stages, passage)
+        places += _places_of_blocks(model, row, numbers, stages, transfer)
         first = numbers.stop
     return places
 
 
 def _places_of_blocks(
-    model: nn.Module, row: PipelinePlan, numbers: range, stages: Sequence[int], passage: Passage
+    model: nn.Module,
+    row: PipelinePlan,
+    numbers: range,
+    stages: Sequence[int],
+    transfer: StageTransfer,
 ) -> Iterator[Place]:
     parent, blocks = model.get_submodule(row.blocks), row.blocks_of_row(model)
     for (short, block), number, stage in zip(blocks.items(), numbers, stages, strict=True):
         if not row.bias:
             in_tuples = row.in_tuples and not _gives_tensor(block)
-            other = OtherBlock(number, passage, in_tuples=in_tuples, first=numbers.start)
+            other = PlaceholderBlock(number, transfer, in_tuples=in_tuples, first=numbers.start)
             yield Place(parent, short, block, other, stage)
             continue
         first = next(iter(blocks.values()))
-        biased = OtherBiasedBlock(number, passage, numbers, block=block, first=first, path=row.bias)
+        biased = PlaceholderBiasedBlock(
+            number, transfer, numbers, block=block, first=first, path=row.bias
+        )
         if block is first:
             bias, later = first.get_submodule(f"{row.bias}.{BIAS}"), {*stages} - {stage}
             yield Place(parent, short, block, biased, stage, bias, tuple(later))

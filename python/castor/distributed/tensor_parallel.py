@@ -20,10 +20,10 @@ from castor import _C
 from castor.distributed import styles
 from castor.distributed.adapters import with_adapters
 from castor.distributed.expert_exchange import ExpertExchange
-from castor.distributed.generators import Generators, digest_of
 from castor.distributed.inputs import asked_of, check_inputs
-from castor.distributed.own_numbers import draw_own
 from castor.distributed.parts import Cut, check_reader, own_part
+from castor.distributed.rank_rng import give_rank_rng
+from castor.distributed.rng_state import Generators, digest_of
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_parts import TokenParts
 from castor.distributed.vocabulary_loss import VocabularyLoss
@@ -133,7 +133,7 @@ class TensorParallel:
         if self._tokens:
             self._tokens.start(stages, generators)
         else:
-            draw_own(model, self._plan, self.ranks.rank, generators)
+            give_rank_rng(model, self._plan, self.ranks.rank, generators)
         self.refuse_readers(model)
 
     def divide_in(self, stages: Sequence[range] | None) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from castor.distributed.generators import Generators, States
 from castor.distributed.inputs import asked_of, by_name
 from castor.distributed.layer_regions import (
     COLUMNS,
@@ -26,8 +25,9 @@ from castor.distributed.layer_regions import (
     region_of,
     upwards,
 )
-from castor.distributed.own_numbers import OwnNumbers
 from castor.distributed.pipeline_plan import find_blocks
+from castor.distributed.rank_rng import RankRng
+from castor.distributed.rng_state import Generators, States
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.token_exchange import enter_parts, own_part, parts_of_all, sum_to_parts
 from castor.errors import UsageError
@@ -95,7 +95,7 @@ class TokenParts:
         started = set()
         for stage in stages or [range(len(blocks))]:
             for number, block in blocks[stage.start : stage.stop]:
-                OwnNumbers(self._ranks.rank, generators, lambda: self.divides).start(block)
+                RankRng(self._ranks.rank, generators, lambda: self.divides).start(block)
                 started.add(f"{self._blocks}.{number}")
         for name, sums in self._regions.items():
             if _around(name, started):

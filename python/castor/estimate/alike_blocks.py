@@ -19,8 +19,8 @@ from torch import nn
 
 from castor.config import Precision
 from castor.config.names import GRAD_READY
+from castor.distributed.placeholders import PlaceholderBlock
 from castor.distributed.stages import Place
-from castor.distributed.stand_ins import OtherBlock
 from castor.estimate.metatrace import Moment
 from castor.estimate.simulator import lay_out
 from castor.runtime.spec import ModelSpec
@@ -119,7 +119,7 @@ class AlikeBlocks:
     @staticmethod
     def of_stage(places: Sequence[Place], stage: int) -> list[Place]:
         """The places of its blocks where some need not run; else none."""
-        blocks = [p for p in places if p.stage == stage and type(p.other) is OtherBlock]
+        blocks = [p for p in places if p.stage == stage and type(p.other) is PlaceholderBlock]
         pairs = pairwise(blocks[_SECOND:-1])  # the ends may have ranks meet there
         if len(blocks) >= _FEWEST and all(alike(a.module, b.module, 1) for a, b in pairs):
             return blocks

@@ -1,4 +1,4 @@
-"""Experts on paper: which tokens choose which is a value, and the meta device has none.
+"""Simulated experts: which tokens choose which is a value, and the meta device has none.
 
 So all are taken to be chosen alike: of the tokens' choices each expert gets as many.
 """

@@ -46,7 +46,7 @@ class Need:
     """Activations and temporaries, at most."""
 
 
-class StepsOnPaper:
+class SimulatedSteps:
     """Steps of one boosted model on the meta device, all blocks recomputed; see activations.tight.
 
     A model that cannot run without values, and one that takes no tokens, has none.

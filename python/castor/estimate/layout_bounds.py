@@ -15,7 +15,7 @@ from castor.estimate.copies import ranks_of_homes, reduced
 from castor.estimate.layout_cost import NO_NVME, ROUNDING
 from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
-from castor.estimate.rank_on_paper import RankOnPaper, StagePass
+from castor.estimate.simulated_rank import SimulatedRank, StagePass
 from castor.estimate.workload import Workload
 from castor.runtime.engine import WORKING_DTYPES
 
@@ -71,7 +71,7 @@ def passing_bytes(one: StagePass) -> int:
     return max(moment.nonmodel_bytes for moment in one.forward) - one.kept_bytes
 
 
-def sends_all(block: RankOnPaper, stage: int, cluster: Cluster) -> bool:
+def sends_all(block: SimulatedRank, stage: int, cluster: Cluster) -> bool:
     """Whether a micro-batch gives each parameter of a stage a gradient.
 
     Args:

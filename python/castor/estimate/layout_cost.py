@@ -1,6 +1,6 @@
 """The cost of a step in a layout, for each rank: memory, and time.
 
-A rank's stages are recorded on the meta device (castor.estimate.rank_on_paper). Chunks move as the
+A rank's stages are recorded on the meta device (castor.estimate.simulated_rank). Chunks move as the
 simulator of one rank has it, over the passes that the schedule runs; the schedule, and what ranks
 exchange, come on top.
 """
@@ -19,7 +19,7 @@ from castor.estimate.copies import ranks_of_homes, reduced
 from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import Moment
-from castor.estimate.rank_on_paper import SEQUENCE, RankOnPaper, StagePass
+from castor.estimate.simulated_rank import SEQUENCE, SimulatedRank, StagePass
 from castor.estimate.workload import Overlap
 
 NO_NVME = 2**62
@@ -106,14 +106,14 @@ class End(_Needs):
 
     def __init__(
         self,
-        recorded: RankOnPaper,
+        recorded: SimulatedRank,
         layout: Layout,
         cluster: Cluster,
         rank: int,
         *,
         overlap: Overlap,
     ) -> None:
-        """Runs it on paper.
+        """Simulates it.
 
         Args:
             recorded: The rank.
@@ -158,7 +158,7 @@ class End(_Needs):
             return False
         return self.host_bytes > machine.host_bytes
 
-    def store(self, recorded: RankOnPaper) -> None:
+    def store(self, recorded: SimulatedRank) -> None:
         """Puts on NVMe what the host has no room for, as a session does.
 
         Parameters there are not trained by several ranks: where they had to be, nothing changes.
@@ -186,7 +186,7 @@ class End(_Needs):
         return max(1.0, figures["passes_seconds"] / self._alone) if self._alone else 1.0
 
     def _simulate(
-        self, recorded: RankOnPaper, overlap: Overlap, *, host_bytes: int
+        self, recorded: SimulatedRank, overlap: Overlap, *, host_bytes: int
     ) -> tuple[dict[str, Any], float]:
         """The simulator's figures of the passes that it repeats, and what they take alone."""
         layout, cluster = self._layout, self._cluster

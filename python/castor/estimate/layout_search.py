@@ -27,7 +27,7 @@ from castor.estimate.layout_cost import End, Found, LayoutCost, cost_of, seconds
 from castor.estimate.layouts import Layout, layouts
 from castor.estimate.model import without_full_collections
 from castor.estimate.operators import Results
-from castor.estimate.rank_on_paper import ModelOnPaper, RankOnPaper, StagePass, num_blocks
+from castor.estimate.simulated_rank import SimulatedModel, SimulatedRank, StagePass, num_blocks
 from castor.estimate.workload import Workload
 
 _WHOLE = Layout()
@@ -48,9 +48,9 @@ class LayoutSearch:
         """
         self._config = config
         self.workload = workload
-        self._models: dict[Layout, ModelOnPaper] = {}
+        self._models: dict[Layout, SimulatedModel] = {}
         self._results = Results()
-        self._ranks: dict[Any, RankOnPaper] = {}
+        self._ranks: dict[Any, SimulatedRank] = {}
         self._passes: dict[Any, StagePass] = {}
         self._wholes: dict[Any, tuple[Whole, Whole]] = {}
         whole = self._model(_WHOLE)
@@ -298,7 +298,7 @@ class LayoutSearch:
 
     def _ends(
         self, layout: Layout, cluster: Cluster, limit: float
-    ) -> Iterator[dict[int, tuple[RankOnPaper, End]]]:
+    ) -> Iterator[dict[int, tuple[SimulatedRank, End]]]:
         """The first rank of the pipeline and the last; none where one is not below a limit."""
         found = {}
         for rank in sorted({0, layout.stages - 1}):
@@ -313,7 +313,7 @@ class LayoutSearch:
         yield found
 
     def _cost(
-        self, layout: Layout, ends: dict[int, tuple[RankOnPaper, End]], cluster: Cluster
+        self, layout: Layout, ends: dict[int, tuple[SimulatedRank, End]], cluster: Cluster
     ) -> LayoutCost:
         passes: dict[int, StagePass] = {}
         for recorded, _ in ends.values():
@@ -332,10 +332,10 @@ class LayoutSearch:
                 known[kind] = self._between(layout, stage, kind, tile)
         return [known[kind] for kind in alike]
 
-    def _model(self, like: Layout) -> ModelOnPaper:
+    def _model(self, like: Layout) -> SimulatedModel:
         division = replace(like.of_model(), activations=Layout.activations)
         if division not in self._models:
-            self._models[division] = ModelOnPaper(
+            self._models[division] = SimulatedModel(
                 self._config,
                 precision=self.workload.precision,
                 state_format=self.workload.state_format,
@@ -359,7 +359,7 @@ class LayoutSearch:
             self._passes[key] = recorded.passes[stage]
         return self._passes[key]
 
-    def _rank(self, layout: Layout, rank: int, tile: int, replicas: int = 1) -> RankOnPaper:
+    def _rank(self, layout: Layout, rank: int, tile: int, replicas: int = 1) -> SimulatedRank:
         stages, splits = layout.stages * layout.stages_per_rank, layout.style == "zbv"
         own = tuple(layout.stages_of(rank))
         key = (layout.of_model(), own, stages, splits, layout.rows, tile, replicas)
@@ -373,7 +373,7 @@ class LayoutSearch:
 
     def _record(
         self, layout: Layout, own: tuple[int, ...], tile: int, layers: Sequence[int] | None = None
-    ) -> RankOnPaper:
+    ) -> SimulatedRank:
         """`layers`: blocks of each stage; None: as training divides them."""
         return self._model(layout).record(
             own,

@@ -55,7 +55,7 @@ def scaling_page(found: Scaling, title: str, remarks: Sequence[str]) -> str:
 </head>
 <body>
 <main>
-<header><h1>Scaling on paper</h1><p>{escape(title)}</p></header>
+<header><h1>Simulated scaling</h1><p>{escape(title)}</p></header>
 {sections}
 <section class="card" aria-label="Remarks">{notes}</section>
 </main>

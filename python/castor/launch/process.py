@@ -22,10 +22,10 @@ def start_process(command: Sequence[str]) -> int:
     """
     with subprocess.Popen([sys.executable, "-u", *command]) as process:
 
-        def pass_on(number: int, _: Any) -> None:
+        def forward_signal(number: int, _: Any) -> None:
             process.send_signal(number)
 
-        before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+        before = {number: signal.signal(number, forward_signal) for number in _PASSED_ON}
         # The terminal sends Ctrl-C to both; this process waits for the other one.
         before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
         try:

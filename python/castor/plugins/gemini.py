@@ -31,7 +31,7 @@ from castor.config import (
     parse_paths,
 )
 from castor.distributed import data_rank_and_size
-from castor.estimate.boosted import StepsOnPaper
+from castor.estimate.boosted import SimulatedSteps
 from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format
 from castor.optim.check_optimizers import check_optimizers
@@ -418,7 +418,7 @@ class GeminiPlugin:
             types=types,
         )
         divided.start(engine)
-        blocks.apply(model, engine, StepsOnPaper if divided.whole else None, divided.sharing)
+        blocks.apply(model, engine, SimulatedSteps if divided.whole else None, divided.sharing)
         if head is not None and head in engine.positions:  # else another stage has it
             divided.defer_logits(engine, head, config)
         if self.config.tile_logits is not False:

@@ -94,18 +94,18 @@ TEST(ResidencyModelTest, RuntimePlannerAndSimulatorAgreeAtEachMoment) {
                                  .max_prefetch = options.max_prefetch,
                                  .policy = options.policy});
     machine.runtime->load_trace(trace);
-    DryRun on_paper(layout, placements, plan);
+    DryRun dry_run(layout, placements, plan);
     std::size_t next = 0;
     for (const Act& act : step) {
       machine.act(act);
       if (is_moment(act)) {
         for (; trace.events()[next].kind == EventKind::kGradReady; ++next) {
-          on_paper.step(trace.events()[next]);
+          dry_run.step(trace.events()[next]);
         }
         SCOPED_TRACE("moment " + std::to_string(next));
-        on_paper.step(trace.events()[next++]);
-        expect_same(machine.rig.manager->residency(), on_paper.residency(), num_chunks);
-        expect_consistent(on_paper.residency(), num_chunks);
+        dry_run.step(trace.events()[next++]);
+        expect_same(machine.rig.manager->residency(), dry_run.residency(), num_chunks);
+        expect_consistent(dry_run.residency(), num_chunks);
         ASSERT_FALSE(HasFailure());
       }
     }
@@ -113,15 +113,15 @@ TEST(ResidencyModelTest, RuntimePlannerAndSimulatorAgreeAtEachMoment) {
         simulate_step(trace, std::vector<double>(trace.events().size(), 1.0), layout, placements,
                       plan, testing::unit_hardware(), testing::fp32_adam());
     for (const auto& [found, expected] :
-         {std::pair(on_paper.demand_fetches(), simulated.demand_fetches),
-          std::pair(on_paper.evictions(), simulated.evictions),
-          std::pair(on_paper.h2d_bytes(), simulated.h2d_bytes)}) {
+         {std::pair(dry_run.demand_fetches(), simulated.demand_fetches),
+          std::pair(dry_run.evictions(), simulated.evictions),
+          std::pair(dry_run.h2d_bytes(), simulated.h2d_bytes)}) {
       EXPECT_EQ(found, expected);
     }
     const Prediction& prediction = plan.prediction();
-    EXPECT_EQ(on_paper.demand_fetches(), prediction.demand_fetches);
-    EXPECT_EQ(on_paper.evictions(), prediction.evictions);
-    EXPECT_EQ(on_paper.h2d_bytes(), prediction.h2d_bytes);
+    EXPECT_EQ(dry_run.demand_fetches(), prediction.demand_fetches);
+    EXPECT_EQ(dry_run.evictions(), prediction.evictions);
+    EXPECT_EQ(dry_run.h2d_bytes(), prediction.h2d_bytes);
     const TransferCounts transfers = machine.runtime->transfers();
     EXPECT_EQ(transfers.evictions, prediction.evictions);
     EXPECT_EQ(transfers.h2d_bytes, prediction.h2d_bytes);

@@ -70,7 +70,7 @@ class ThreadRanks {
                           received.begin() + static_cast<std::ptrdiff_t>(rank * part));
       });
     }
-    void pass_on(std::span<const std::byte> sent, std::span<std::byte> received) override {
+    void ring_shift(std::span<const std::byte> sent, std::span<std::byte> received) override {
       exchange(sent, [&](std::size_t rank, std::span<const std::byte> theirs) {
         if ((rank + 1) % size() == rank_) {
           std::ranges::copy(theirs, received.begin());

@@ -49,7 +49,7 @@ TEST_P(NodeCollectivesTest, RanksGatherInTheOrderOfAll) {
 }
 
 // Nobody comes from one machine any more: each of the other's ranks is told, also those whose
-// counterpart has sent what it had.
+// peer has sent what it had.
 TEST_P(NodeCollectivesTest, ARankThatEndsTakesItsMachineAlong) {
   ThreadRanks threads(GetParam().ranks, 3);
   ThreadMessages messages(GetParam().ranks);

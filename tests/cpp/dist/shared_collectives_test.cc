@@ -68,7 +68,7 @@ TEST_P(SharedCollectivesTest, EveryRankGetsWhatTheOthersGive) {
       EXPECT_EQ(received, parts_for(ranks.rank(), ranks.size(), number, bytes));
 
       std::vector<std::byte> passed(bytes);
-      ranks.pass_on(bytes_of(ranks.rank(), ++number, bytes), passed);
+      ranks.ring_shift(bytes_of(ranks.rank(), ++number, bytes), passed);
       const std::size_t before = (ranks.rank() + ranks.size() - 1) % ranks.size();
       EXPECT_EQ(passed, bytes_of(before, number, bytes));
     }

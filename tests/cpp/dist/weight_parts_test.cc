@@ -248,7 +248,7 @@ TEST(WeightPartsTest, RanksCannotKeepCopiesThatDoNotDivideThem) {
   EXPECT_THROW(WeightParts(messages.of_rank(0), {}, 0, 0), InvalidArgument);
 }
 
-TEST(WeightPartsTest, AnUpdateIsFinishedWhereTheCounterpartsPartHasCome) {
+TEST(WeightPartsTest, AnUpdateIsFinishedWhereTheReplicasShardHasCome) {
   ThreadMessages messages(2);
   const auto first = with_copies(messages, 0, 2);
   const auto second = with_copies(messages, 1, 2);
@@ -269,7 +269,7 @@ TEST(WeightPartsTest, AnUpdateIsFinishedWhereTheCounterpartsPartHasCome) {
   }
 }
 
-TEST(WeightPartsTest, ACounterpartThatIsKilledIsNamed) {
+TEST(WeightPartsTest, AReplicaThatIsKilledIsNamed) {
   ThreadMessages messages(2);
   const auto first = with_copies(messages, 0, 2);
   first->parts().begin_update(id(1));
@@ -282,7 +282,7 @@ TEST(WeightPartsTest, ACounterpartThatIsKilledIsNamed) {
   EXPECT_NE(at_the_meeting.find(said), std::string::npos) << at_the_meeting;
 }
 
-TEST(WeightPartsTest, ACounterpartThatLeavesIsNamed) {
+TEST(WeightPartsTest, AReplicaThatLeavesIsNamed) {
   ThreadMessages messages(4);
   const auto first = with_copies(messages, 0, 2);
   const auto third = with_copies(messages, 2, 2);

@@ -1,4 +1,4 @@
-"""The generators that a model's random numbers come from: the host's, and that of its device."""
+"""RNG state of the generators that a model draws from: the host's, and that of its device."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-#include "dist/counterparts.h"
+#include "dist/inter_node_group.h"
 
 #include <string>
 
 namespace castor {
 
 template <typename Call>
-auto Counterparts::with(std::size_t rank, const Call& call) const {
+auto InterNodeGroup::with(std::size_t rank, const Call& call) const {
   try {
     return call();
   } catch (const Error& error) {
@@ -17,25 +17,25 @@ auto Counterparts::with(std::size_t rank, const Call& call) const {
   }
 }
 
-PendingMessage Counterparts::send(std::size_t node, std::uint32_t tag,
-                                  std::span<const std::byte> bytes) const {
+PendingMessage InterNodeGroup::send(std::size_t node, std::uint32_t tag,
+                                    std::span<const std::byte> bytes) const {
   const std::size_t rank = rank_on(node);
   return {rank, with(rank, [&] { return ranks_.messages()->send(rank, tag, bytes); })};
 }
 
-PendingMessage Counterparts::receive(std::size_t node, std::uint32_t tag,
-                                     std::span<std::byte> bytes) const {
+PendingMessage InterNodeGroup::receive(std::size_t node, std::uint32_t tag,
+                                       std::span<std::byte> bytes) const {
   const std::size_t rank = rank_on(node);
   return {rank, with(rank, [&] { return ranks_.messages()->receive(rank, tag, bytes); })};
 }
 
-void Counterparts::wait(PendingMessage& pending) const {
+void InterNodeGroup::wait(PendingMessage& pending) const {
   if (const auto message = std::move(pending.message)) {
     with(pending.rank, [&] { message->wait(); });
   }
 }
 
-void Counterparts::wait_all(std::span<PendingMessage> pending) const {
+void InterNodeGroup::wait_all(std::span<PendingMessage> pending) const {
   for (PendingMessage& one : pending) {
     wait(one);
   }

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-import own_number_cases
+import rank_rng_cases
 from rank_processes import found
 
 
 @pytest.fixture(scope="module")
 def masks(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return found(own_number_cases.masks, 2, tmp_path_factory.mktemp("masks"))
+    return found(rank_rng_cases.masks, 2, tmp_path_factory.mktemp("masks"))
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,6 @@ def test_each_rank_drops_its_own_parts_and_all_drop_the_same_of_the_rest(
 
 
 def test_ranks_agree_and_blocks_that_run_again_drop_the_same(tmp_path: Path) -> None:
-    for name, of_family in found(own_number_cases.trained, 2, tmp_path).items():
+    for name, of_family in found(rank_rng_cases.trained, 2, tmp_path).items():
         assert of_family["equal"], name
         assert of_family["losses"][-1] < 2 * of_family["losses"][0], name

@@ -13,14 +13,14 @@ from castor.distributed.pipeline_plan import PipelinePlan
 from castor.distributed.router_logits import RouterLogits, find_routers
 from castor.errors import UsageError
 
-HandOver = Callable[[int, torch.Tensor], torch.Tensor]
+SendHidden = Callable[[int, torch.Tensor], torch.Tensor]
 """Sends hidden states on, where the block of that number is another rank's."""
 
 _INPUTS = ("input_ids", "inputs_embeds")
 
 
 @dataclass(eq=False)
-class Passage:
+class StageTransfer:
     """Hidden states on their way into the stage that runs and out of it."""
 
     width: int
@@ -41,12 +41,12 @@ class Passage:
     sent: torch.Tensor | None = None
     encoded: torch.Tensor | None = None
     """Output of the encoder, once it is over."""
-    hand_over: HandOver | None = None
+    send_hidden: SendHidden | None = None
     """Function that sends them on where all stages run in one call."""
 
     @classmethod
-    def of(cls, model: nn.Module, plan: PipelinePlan) -> Passage:
-        """Makes the passage of a full model."""
+    def of(cls, model: nn.Module, plan: PipelinePlan) -> StageTransfer:
+        """Makes the transfer of a full model."""
         config: Any = model.config
         encoder_blocks, patch = 0, None
         if plan.encoder:

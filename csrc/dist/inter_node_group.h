@@ -11,20 +11,21 @@
 
 namespace castor {
 
-/// To or from a rank of another machine.
+/// A message to or from a rank of another machine.
 struct PendingMessage {
   std::size_t rank = 0;
   std::unique_ptr<RankMessage> message;  ///< nullptr: there is none, or it is over
 };
 
-/// The ranks that have this one's place on the other machines: with them it exchanges what its
-/// machine's ranks do not need each to send. A call that fails leaves the ranks, so that nobody on
-/// this machine waits for this one, and throws Error, which names whoever of this machine has ended
-/// before the rank that it concerns: that one may have gone because of it.
-class Counterparts {
+/// The inter-node group of a rank: the ranks with its local rank on the other machines. It
+/// exchanges with them what the ranks of its machine do not each need to send. A call that fails
+/// leaves the ranks, so that nobody on this machine waits for this one, and throws Error, which
+/// names whoever of this machine has ended before the rank that it concerns: that one may have gone
+/// because of it.
+class InterNodeGroup {
  public:
   /// With Collectives::node(); without messages there is one machine. Outlives this.
-  explicit Counterparts(Collectives& ranks) : ranks_(ranks) {}
+  explicit InterNodeGroup(Collectives& ranks) : ranks_(ranks) {}
 
   [[nodiscard]] std::size_t num_nodes() const { return ranks_.size() / ranks_.node()->size(); }
   /// This rank's machine.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from castor.distributed.inputs import find_cache
-from castor.distributed.passage import Passage
+from castor.distributed.stage_transfer import StageTransfer
 from castor.errors import UsageError
 
 BIAS = "relative_attention_bias"
@@ -34,16 +34,16 @@ class _Other(nn.Module):
         )
 
 
-class OtherBlock(_Other):
+class PlaceholderBlock(_Other):
     """Stands for a block of another stage."""
 
     def __init__(
-        self, index: int, passage: Passage, *, in_tuples: bool = False, first: int = 0
+        self, index: int, transfer: StageTransfer, *, in_tuples: bool = False, first: int = 0
     ) -> None:
         super().__init__()
         self._index = index
         self._first = first
-        self._passage = passage
+        self._transfer = transfer
         self._in_tuples = in_tuples
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,15 +54,15 @@ class OtherBlock(_Other):
         return (hidden, None) if self._in_tuples else hidden
 
     def _passed_on(self, hidden: torch.Tensor) -> torch.Tensor:
-        passage = self._passage
-        if passage.hand_over:
-            return passage.hand_over(self._index, hidden)
-        at_encoders_end = passage.encoder_blocks  # EncoderForward hands over what it gives
-        if self._index == passage.end != at_encoders_end:
-            passage.leave(hidden)
-        if self._index == passage.begin - 1 != at_encoders_end - 1:
-            assert passage.received is not None
-            return passage.enter(passage.received, hidden.shape[1])
+        transfer = self._transfer
+        if transfer.send_hidden:
+            return transfer.send_hidden(self._index, hidden)
+        at_encoders_end = transfer.encoder_blocks  # EncoderForward hands over what it gives
+        if self._index == transfer.end != at_encoders_end:
+            transfer.leave(hidden)
+        if self._index == transfer.begin - 1 != at_encoders_end - 1:
+            assert transfer.received is not None
+            return transfer.enter(transfer.received, hidden.shape[1])
         return hidden
 
     def _count_tokens(self, hidden: torch.Tensor, given: tuple[Any, ...]) -> tuple[Any, int]:
@@ -73,7 +73,7 @@ class OtherBlock(_Other):
         """
         cache = find_cache(given)
         rows, tokens = hidden.shape[:2]
-        if cache is None or not self._passage.hand_over:
+        if cache is None or not self._transfer.send_hidden:
             return 0, tokens
         cache = getattr(cache, "self_attention_cache", cache)
         layer = self._index - self._first
@@ -83,13 +83,13 @@ class OtherBlock(_Other):
         return seen, keys.shape[-2]
 
 
-class OtherBiasedBlock(OtherBlock):
+class PlaceholderBiasedBlock(PlaceholderBlock):
     """Stands for a block of a row whose first one makes the position bias that all are given."""
 
     def __init__(
         self,
         index: int,
-        passage: Passage,
+        transfer: StageTransfer,
         row: range,
         *,
         block: nn.Module,
@@ -100,13 +100,13 @@ class OtherBiasedBlock(OtherBlock):
 
         Args:
             index: The block's.
-            passage: On the way.
+            transfer: On the way.
             row: Numbers of the row's blocks.
             block: What this stands for.
             first: The row's first block.
             path: In that one, of the attention that makes the bias.
         """
-        super().__init__(index, passage, first=row.start)
+        super().__init__(index, transfer, first=row.start)
         self._row = row
         self._names = list(inspect.signature(type(block).forward).parameters)[1:]
         self._path = path
@@ -141,10 +141,10 @@ class OtherBiasedBlock(OtherBlock):
 
     def _is_needed(self) -> bool:
         """Whether a later block of the row runs here."""
-        passage = self._passage
-        if passage.hand_over:
+        transfer = self._transfer
+        if transfer.send_hidden:
             return self._kept
-        return passage.begin in self._row[1:]
+        return transfer.begin in self._row[1:]
 
 
 def _with_bias_only(attention: nn.Module) -> nn.Module:
@@ -158,22 +158,22 @@ def _with_bias_only(attention: nn.Module) -> nn.Module:
     return bare
 
 
-class OtherEnd(_Other):
+class PlaceholderEnd(_Other):
     """Stands for embeddings of the first stage, or norms and heads of the last."""
 
     def __init__(
-        self, passage: Passage, *, embeds: bool, tokens: bool, width: int | None = None
+        self, transfer: StageTransfer, *, embeds: bool, tokens: bool, width: int | None = None
     ) -> None:
         """Nothing is computed.
 
         Args:
-            passage: On the way.
+            transfer: On the way.
             embeds: Whether it stands for embeddings ...
             tokens: ... of tokens.
             width: How many columns the other gives; None: as many as it is given.
         """
         super().__init__()
-        self._passage = passage
+        self._transfer = transfer
         self._embeds = embeds
         self._tokens = tokens
         self._width = width
@@ -187,26 +187,26 @@ class OtherEnd(_Other):
         given = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         if not self._embeds or given.ndim > 2:
             return given[..., : self._width]  # a view: of more columns nothing is made
-        zero = torch.zeros((), dtype=self._passage.dtype, device=given.device)
+        zero = torch.zeros((), dtype=self._transfer.dtype, device=given.device)
         shape = tuple(given.shape) if self._tokens else (1, 1)
-        return zero.expand(*shape, self._passage.width)
+        return zero.expand(*shape, self._transfer.width)
 
 
-class OtherImages(_Other):
+class PlaceholderImages(_Other):
     """Stands for the embeddings of images of the first stage."""
 
-    def __init__(self, passage: Passage) -> None:
+    def __init__(self, transfer: StageTransfer) -> None:
         super().__init__()
-        self._passage = passage
+        self._transfer = transfer
 
     @property
     def patch_embeddings(self) -> Any:
         """Stands for the weights whose type a model computes in: those of its convolution."""
-        weight = torch.empty(0, dtype=self._passage.dtype)
+        weight = torch.empty(0, dtype=self._transfer.dtype)
         return SimpleNamespace(projection=SimpleNamespace(weight=weight))
 
     def forward(self, pixel_values: torch.Tensor, **_: Any) -> torch.Tensor:
         """Zeros of shape (rows, tokens, width)."""
-        passage = self._passage
-        zero = torch.zeros((), dtype=passage.dtype, device=pixel_values.device)
-        return zero.expand(*passage.size_of_images(pixel_values), passage.width)
+        transfer = self._transfer
+        zero = torch.zeros((), dtype=transfer.dtype, device=pixel_values.device)
+        return zero.expand(*transfer.size_of_images(pixel_values), transfer.width)

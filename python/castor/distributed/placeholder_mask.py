@@ -1,4 +1,4 @@
-"""Attention masks of divided sequences, on their way from where they are made to attention."""
+"""Placeholders for attention masks under context parallelism, which attention alone may read."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, NoReturn
 import torch
 
 
-class OpaqueMaskError(NotImplementedError, AttributeError):
-    """Layers look into a mask that is of other tokens than their hidden states."""
+class PlaceholderMaskError(NotImplementedError, AttributeError):
+    """A layer reads an attention mask whose tokens are not those of its hidden states."""
 
 
-class OpaqueMask:
-    """A mask of transformers under context parallelism, for attention alone.
+class PlaceholderMask:
+    """An attention mask that transformers' layers pass on to attention without reading it.
 
-    It is of all tokens, or of pieces, and hidden states are of a rank's. A layer that makes a mask
-    of it itself would compute something else, or fail on sizes.
+    The mask covers the full sequence or pieces of it, while hidden states cover the tokens of one
+    rank. A layer that derives a mask of its own would compute something else, or fail on sizes.
     """
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -34,7 +34,7 @@ class OpaqueMask:
         _refuse(f"{getattr(function, '__name__', function)} of it")
 
 
-class WholeMask(OpaqueMask):
+class FullMask(PlaceholderMask):
     """The mask of all tokens, or from a rank's tokens to all."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ class WholeMask(OpaqueMask):
 
 
 def _refuse(what: str) -> NoReturn:
-    raise OpaqueMaskError(
+    raise PlaceholderMaskError(
         f"layers of this model look into the attention mask themselves ({what}), which is of other "
         "tokens than a rank's hidden states where sp_size divides sequences: train with sp_size=1"
     )

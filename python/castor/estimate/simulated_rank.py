@@ -1,8 +1,8 @@
-"""One rank's part of a model on the meta device: what its stages do with a micro-batch.
+"""One rank's shard of a model on the meta device: what its stages do with a micro-batch.
 
-Layers, sequences and blocks are divided by the code that divides them in training, among ranks that
-are not there (castor.estimate.paper_ranks): so modules, activations and collective operations are a
-rank's own, not formulas.
+Layers, sequences and blocks are sharded by the code that shards them in training. The other ranks
+are simulated (castor.estimate.simulated_tensor_ranks), so modules, activations and collectives are
+those of a rank, not formulas.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from castor.distributed import (
     with_whole_experts,
 )
 from castor.distributed.inputs import asked_of
-from castor.distributed.passage import Passage
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
+from castor.distributed.stage_transfer import StageTransfer
 from castor.distributed.stages import Place, StageModules, places_of
 from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.alike_blocks import AlikeBlocks, NotAlike
@@ -38,7 +38,7 @@ from castor.estimate.balanced_experts import balance_experts, count_experts
 from castor.estimate.metatrace import Moment, Recorder, Sent, call, halve, recording, run
 from castor.estimate.model import build, make_inputs, quiet
 from castor.estimate.operators import Results
-from castor.estimate.paper_ranks import PaperGenerators, PaperRanks
+from castor.estimate.simulated_tensor_ranks import SimulatedGenerators, SimulatedTensorRanks
 from castor.estimate.simulator import lay_out
 from castor.runtime.engine import WORKING_DTYPES
 from castor.runtime.spec import ModelSpec
@@ -74,7 +74,7 @@ class StagePass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOnPaper:
+class SimulatedRank:
     """A rank of the pipeline and its stages."""
 
     simulator: _C.Simulator
@@ -89,12 +89,12 @@ class RankOnPaper:
     element_bytes: int
     """Bytes of a parameter's element."""
 
-    def of_replicas(self, replicas: int) -> RankOnPaper:
+    def of_replicas(self, replicas: int) -> SimulatedRank:
         """Returns the rank as one of so many replicas, for which chunks are made."""
         return replace(self, simulator=self.laid_out(num_ranks=replicas))
 
 
-class ModelOnPaper:
+class SimulatedModel:
     """A model whose layers and sequences several ranks divide; any stages of it can be recorded."""
 
     def __init__(
@@ -145,7 +145,7 @@ class ModelOnPaper:
         if sequence_size > 1:
             # Of those that gather keys the last one sees all, through a mask.
             last = sequence_size - 1
-            among = PaperRanks.alike(SEQUENCE, sequence_size, self._note, rank=last)
+            among = SimulatedTensorRanks.alike(SEQUENCE, sequence_size, self._note, rank=last)
             self._sequences = SequenceParallel(
                 self.model, among, tensor_size=tensor_size, mode=sequence_mode
             )
@@ -160,11 +160,11 @@ class ModelOnPaper:
         plan = find_plan(self.model, tensor_size, None) if tensor_size > 1 else {}
         if expert_size > 1:
             plan = with_whole_experts(self.model, plan, expert_size)
-        among = PaperRanks.alike(TENSOR, max(tensor_size, expert_size), self._note)
+        among = SimulatedTensorRanks.alike(TENSOR, max(tensor_size, expert_size), self._note)
         layers = TensorParallel(self.model, plan, among, divide_tokens=divide_tokens)
         layers.apply()
         if tensor_size > 1:
-            layers.start(PaperGenerators())
+            layers.start(SimulatedGenerators())
             self._parallel = layers
         else:
             self._experts = layers.cuts
@@ -184,7 +184,7 @@ class ModelOnPaper:
                     "paper: what an encoder's stages send is not recorded yet; plan it without "
                     "stages"
                 )
-            self._passage(plan)
+            self._transfer(plan)
             self._plan = plan
         return self._plan
 
@@ -197,7 +197,7 @@ class ModelOnPaper:
     def record(
         self, own: Sequence[int], stages: int, *, rows: int, sequence: int, tile: int,
         recomputes: bool = False, splits: bool = False, layers: Sequence[int] | None = None,
-    ) -> RankOnPaper:  # fmt: skip
+    ) -> SimulatedRank:  # fmt: skip
         """Records a rank's stages with a micro-batch.
 
         Args:
@@ -225,13 +225,13 @@ class ModelOnPaper:
             return self._recorded(inputs, None, [], own, tile, splits=False)
         plan = self.plan()
         cuts = [0, *itertools.accumulate(layers or self.layers_of(stages))]
-        passage = self._passage(plan)
-        places = places_of(self.model, plan, cuts, passage)
+        transfer = self._transfer(plan)
+        places = places_of(self.model, plan, cuts, transfer)
         with ExitStack() as undo:
             undo.callback(_restore, places)
-            modules = StageModules(places, own, cuts, passage)
+            modules = StageModules(places, own, cuts, transfer)
             self._divide_tokens_in(modules.own_blocks)
-            undo.enter_context(passage.routers.start(self.model, plan, modules.own_blocks))
+            undo.enter_context(transfer.routers.start(self.model, plan, modules.own_blocks))
             # What is kept or made of every block's is in proportion to those that run.
             of_all = any(asked_of(self.model, {}, name) for name in _OF_EVERY_BLOCK)
             alike = [] if of_all else places
@@ -241,16 +241,16 @@ class ModelOnPaper:
         if self._parallel:
             self._parallel.divide_in(stages)
 
-    def _passage(self, plan: PipelinePlan) -> Passage:
-        passage = Passage.of(self.model, plan)
-        passage.dtype = self._dtype
-        passage.routers.ask(asked_of(self.model, {}, "output_router_logits"))
-        return passage
+    def _transfer(self, plan: PipelinePlan) -> StageTransfer:
+        transfer = StageTransfer.of(self.model, plan)
+        transfer.dtype = self._dtype
+        transfer.routers.ask(asked_of(self.model, {}, "output_router_logits"))
+        return transfer
 
     def _recorded(
         self, inputs: dict[str, torch.Tensor], modules: StageModules | None,
         places: Sequence[Place], own: Sequence[int], tile: int, *, splits: bool,
-    ) -> RankOnPaper:  # fmt: skip
+    ) -> SimulatedRank:  # fmt: skip
         spec = ModelSpec.structure(self.model)
         laid_out = functools.partial(lay_out, spec, self._precision, self._state_format, self._rule)
         simulator = laid_out()
@@ -266,7 +266,7 @@ class ModelOnPaper:
                 )
             except NotAlike:
                 passes[stage] = pass_of(None)
-        return RankOnPaper(
+        return SimulatedRank(
             simulator=simulator,
             laid_out=laid_out,
             passes=passes,
@@ -305,17 +305,17 @@ class ModelOnPaper:
                 last = run(self.model, inputs)
             else:
                 with (
-                    modules.running(stage) as passage,
+                    modules.running(stage) as transfer,
                     alike.shortened() if alike else nullcontext(),
                 ):
                     if stage:
-                        rows, tokens = passage.size_of(inputs)
+                        rows, tokens = transfer.size_of(inputs)
                         block = modules.cuts[stage]
                         tokens //= self._sequence_size
-                        received = passage.empty(rows, tokens, block, device="meta")
+                        received = transfer.empty(rows, tokens, block, device="meta")
                         received.requires_grad_()
                         recorder.charge(received)
-                        passage.received = received
+                        transfer.received = received
                     is_last = stage == len(modules.cuts) - 2
                     if self._sequences:
                         self._sequences.joins = is_last
@@ -324,8 +324,8 @@ class ModelOnPaper:
                     else:
                         given = {key: of for key, of in inputs.items() if key != _LABELS}
                         call(self.model, given)
-                        assert passage.sent is not None
-                        last = sent = passage.sent
+                        assert transfer.sent is not None
+                        last = sent = transfer.sent
                         if splits and sent._is_view():
                             last = sent = sent.clone()  # as in training: halves detach it
             forward, kept = len(recorder.moments), recorder.live_bytes - fixed

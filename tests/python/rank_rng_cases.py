@@ -1,4 +1,4 @@
-"""What test_own_numbers.py runs on several ranks: `python own_number_cases.py NAME DIRECTORY`."""
+"""What test_rank_rng.py runs on several ranks: `python rank_rng_cases.py NAME DIRECTORY`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

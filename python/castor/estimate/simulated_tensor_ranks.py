@@ -1,4 +1,4 @@
-"""Ranks that are not there: what a step would give them is noted, and nothing is sent."""
+"""Simulated ranks: collectives note what a step would send, and send nothing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from castor.distributed import Generators, TensorRanks
 from castor.estimate.metatrace import Sent
 
 
-class PaperRanks(TensorRanks):
-    """One of several ranks, the others of which are alike."""
+class SimulatedTensorRanks(TensorRanks):
+    """One of several ranks whose peers are simulated and hold the same values."""
 
     @classmethod
     def alike(
         cls, name: str, size: int, tell: Callable[[Sent], None], *, rank: int = 0
-    ) -> PaperRanks:
+    ) -> SimulatedTensorRanks:
         """Ranks of which this process is one.
 
         Args:
@@ -59,7 +59,7 @@ class _Sends:
     def exchange(self, parts: torch.Tensor, _received: torch.Tensor) -> None:
         self._note("exchange", parts)
 
-    def pass_on(self, sent: torch.Tensor, _received: torch.Tensor) -> None:
+    def ring_shift(self, sent: torch.Tensor, _received: torch.Tensor) -> None:
         self._note("pass", sent)
 
     def gather_bytes(self, own: bytes, _place: str) -> list[bytes]:
@@ -69,8 +69,8 @@ class _Sends:
         self._tell(Sent(self._name, operation, tensor.numel() * tensor.element_size()))
 
 
-class PaperGenerators(Generators):
-    """Nothing is drawn of them: tensors on paper have no values."""
+class SimulatedGenerators(Generators):
+    """Nothing is drawn of them: simulated tensors have no values."""
 
     def __init__(self) -> None:
         """Makes generators of a model on the meta device."""

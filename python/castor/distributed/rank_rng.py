@@ -1,8 +1,10 @@
-"""Random numbers of a rank's own, where ranks compute different things: parts of layers, tokens.
+"""Per-rank RNG state, for modules in which ranks compute different shards of layers or tokens.
 
-Ranks hold equal random states, as what they compute alike has to be. Where each has other heads or
-other tokens, each draws from a state made of the common one and its number, and the common one goes
-on behind. It is a function of the common state, so what runs again in backward draws the same.
+All ranks hold equal RNG states, since what they compute in full has to be equal. Where a rank has
+other heads or other tokens than its peers, it draws from a state that is made of the common state
+and the rank's number. The common state goes on afterwards. The per-rank state is a function of the
+common one, so blocks that backward computes again draw the same numbers. Megatron-LM calls this the
+model-parallel RNG state.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from typing import Any
 from torch import nn
 
 from castor.distributed.adapters import dropouts_of_adapters
-from castor.distributed.generators import Generators, States, digest_of
 from castor.distributed.layer_regions import COLUMNS, ROWS, kinds_of, region_of, upwards
+from castor.distributed.rng_state import Generators, States, digest_of
 from castor.runtime.hooks import ModuleHook
 
 
-class OwnNumbers:
-    """A module within which this rank draws random numbers of its own. Nothing changes without."""
+class RankRng:
+    """Gives this rank its own RNG state within a module, and the common state elsewhere."""
 
     def __init__(
         self, rank: int, generators: Generators, when: Callable[[], bool] = lambda: True
@@ -80,7 +82,7 @@ class OwnNumbers:
             self._states = common, self._generators.states()
 
 
-def draw_own(
+def give_rank_rng(
     model: nn.Module, plan: Mapping[str, Sequence[str]], rank: int, generators: Generators
 ) -> None:
     """Has each rank drop out its own heads and hidden units, from now on.
@@ -92,7 +94,7 @@ def draw_own(
         generators: Of the model.
     """
     for region, sums in _dropping_regions(model, plan).items():
-        numbers = OwnNumbers(rank, generators)
+        numbers = RankRng(rank, generators)
         numbers.start(region)
         for layer in sums:
             numbers.end_at(layer)
