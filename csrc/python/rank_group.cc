@@ -71,13 +71,13 @@ class RankTensors {
 
   [[nodiscard]] const std::string& link() const noexcept { return linked_.link; }
   [[nodiscard]] Collectives& ranks() const noexcept { return *linked_.groups[0]; }
-  void sum(const at::Tensor& values) {
+  void all_reduce(const at::Tensor& values) {
     ranks().set_place("sums what parts of a layer give");
     const OnHost host = OnHost::values_of(values);
     sums_.sum(host.bytes(), scalar_type_of(values));
     host.send();
   }
-  void gather(const at::Tensor& own, const at::Tensor& into) {
+  void all_gather(const at::Tensor& own, const at::Tensor& into) {
     if (into.nbytes() != own.nbytes() * ranks().size()) {
       throw InvalidArgument("what is gathered has another size than what the ranks give");
     }
@@ -88,7 +88,7 @@ class RankTensors {
       received.send();
     }
   }
-  void exchange(const at::Tensor& sent, const at::Tensor& into) {
+  void all_to_all(const at::Tensor& sent, const at::Tensor& into) {
     if (sent.nbytes() != into.nbytes() || sent.nbytes() % ranks().size() != 0) {
       throw InvalidArgument("what is exchanged is no equal part for each rank");
     }
@@ -168,15 +168,15 @@ void bind_rank_group(py::module_& module) {
       .def(py::init<const std::string&, const std::optional<std::string>&>(), py::arg("group"),
            py::kw_only(), py::arg("memory_mark"), Released())
       .def_property_readonly("link", &RankTensors::link)
-      .def("sum", &RankTensors::sum, py::arg("values"), Released())
-      .def("gather", &RankTensors::gather, py::arg("own"), py::arg("into"), Released())
+      .def("all_reduce", &RankTensors::all_reduce, py::arg("values"), Released())
+      .def("all_gather", &RankTensors::all_gather, py::arg("own"), py::arg("into"), Released())
       .def(
           "gather_bytes",
           [](const RankTensors& tensors, const std::string& own, std::string place) {
             return gather_bytes(tensors.ranks(), own, std::move(place));
           },
           py::arg("own"), py::arg("place"))
-      .def("exchange", &RankTensors::exchange, py::arg("sent"), py::arg("into"), Released())
+      .def("all_to_all", &RankTensors::all_to_all, py::arg("sent"), py::arg("into"), Released())
       .def("ring_shift", &RankTensors::ring_shift, py::arg("sent"), py::arg("into"), Released())
       .def(
           "leave", [](RankTensors& tensors) { tensors.ranks().leave(); }, Released());

@@ -111,17 +111,17 @@ class Noted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tensors, name)
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        self.sent.append(("sum", tensor.nbytes))
-        self._tensors.sum(tensor)
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self.sent.append(("all_reduce", tensor.nbytes))
+        self._tensors.all_reduce(tensor)
 
-    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> None:
-        self.sent.append(("gather", own.nbytes))
-        self._tensors.gather(own, parts)
+    def all_gather(self, own: torch.Tensor, parts: torch.Tensor) -> None:
+        self.sent.append(("all_gather", own.nbytes))
+        self._tensors.all_gather(own, parts)
 
-    def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
-        self.sent.append(("exchange", parts.nbytes))
-        self._tensors.exchange(parts, received)
+    def all_to_all(self, parts: torch.Tensor, received: torch.Tensor) -> None:
+        self.sent.append(("all_to_all", parts.nbytes))
+        self._tensors.all_to_all(parts, received)
 
 
 def exchange_by_plan(directory: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import castor
 import divided_save_cases
-from castor.distributed.parts import Cut
+from castor.distributed.shard_spec import ShardSpec
 from divided_save_cases import CASES, DIVIDED
 from rank_processes import found_by_each, run, succeeded
 from test_async_saves import contents
@@ -67,7 +67,7 @@ def test_so_do_ranks_that_share_no_memory(tmp_path: Path, monkeypatch: pytest.Mo
 def test_runs_are_where_a_part_lies(
     shape: tuple[int, ...], dim: int, pieces: int, size: int
 ) -> None:
-    cut = Cut(dim=dim, shape=shape, pieces=pieces)
+    cut = ShardSpec(dim=dim, shape=shape, pieces=pieces)
     whole = torch.arange(math.prod(shape)).view(shape)
     extents = torch.arange(cut.length_of_piece).tensor_split(size)
     for rank, own in enumerate(extents):

@@ -8,7 +8,7 @@ import torch
 
 import division_cases
 from castor import _C
-from castor.distributed.parts import Cut
+from castor.distributed.shard_spec import ShardSpec
 from division_cases import IN_BLOCKS, INT8, STEPS, TILED, adam
 from rank_processes import found, of_sizes
 from tensor_cases import LOSS
@@ -83,7 +83,7 @@ def test_blocks_of_a_part_are_those_of_the_whole(
 ) -> None:
     numel = torch.Size(shape).numel()
     numbers = torch.arange(numel).view(shape)
-    cut = Cut(dim=dim, shape=shape, pieces=pieces)
+    cut = ShardSpec(dim=dim, shape=shape, pieces=pieces)
     parts = [cut.own(numbers, rank, size).flatten() for rank in range(size)]
     whole = all(
         (block % _C.MOMENT_BLOCK).equal(torch.arange(len(block)))

@@ -89,7 +89,9 @@ def test_ranks_that_share_layers_do_a_part_of_the_work_and_send_what_megatron_do
     whole = recorded(simulated_model(config)).passes[0]
     part = recorded(simulated_model(config, tensor_size=2)).passes[0]
     assert part.flops == whole.flops // 2
-    sums = [sent for moment in part.forward for sent in moment.sent if sent.operation == "sum"]
+    sums = [
+        sent for moment in part.forward for sent in moment.sent if sent.operation == "all_reduce"
+    ]
     hidden = 2 * TOKENS * WIDTH * 4
     # Two of each block, and one of the embedding (Shoeybi et al. 2019, section 3).
     assert [one.num_bytes for one in sums] == [hidden] * (2 * BLOCKS + 1)
@@ -99,7 +101,7 @@ def test_ranks_that_share_sequences_do_a_part_of_the_work(config: Path) -> None:
     whole = recorded(simulated_model(config)).passes[0]
     part = recorded(simulated_model(config, sequence_size=2)).passes[0]
     assert part.flops == pytest.approx(whole.flops / 2, rel=0.05)
-    exchanged = [s for m in part.forward for s in m.sent if s.operation == "exchange"]
+    exchanged = [s for m in part.forward for s in m.sent if s.operation == "all_to_all"]
     assert len(exchanged) == 4 * BLOCKS  # queries, keys, values and what comes of them
 
 
@@ -114,9 +116,9 @@ def test_ranks_that_share_sequences_send_keys_and_values(config: Path, mode: Any
     assert part.flops == pytest.approx(whole.flops / 2, rel=0.001 if gathers else 0.1)
     keys = 2 * TOKENS // 2 * WIDTH * 4
     operation, of_forward, of_backward = (
-        ("gather", [keys, keys], ["exchange", "exchange"])
+        ("all_gather", [keys, keys], ["all_to_all", "all_to_all"])
         if gathers
-        else ("pass", [2 * keys], ["pass", "pass", "pass"])
+        else ("ring_shift", [2 * keys], ["ring_shift", "ring_shift", "ring_shift"])
     )
     sent = [s for m in part.forward for s in m.sent if s.operation == operation]
     assert [one.num_bytes for one in sent] == of_forward * BLOCKS
@@ -286,7 +288,7 @@ def test_experts_are_chosen_alike(tmp_path: Path, count: int, precision: Any) ->
     sent = [sent for moment in part.passes[0].forward for sent in moment.sent]
     states = 2 * rows * WIDTH * element
     assert [(one.operation, one.num_bytes) for one in sent] == [
-        ("exchange", states + 2 * rows * 2 * (4 + 4)), ("exchange", states)
+        ("all_to_all", states + 2 * rows * 2 * (4 + 4)), ("all_to_all", states)
     ] * 3  # fmt: skip
     assert part.settled_bytes == part.param_bytes - 3 * own * of_an_expert * element
     assert whole.settled_bytes == recorded(simulated_model(path, tensor_size=2)).settled_bytes == 0
@@ -389,11 +391,11 @@ def test_what_makes_no_schedule_is_named() -> None:
 
 def test_collectives_take_what_their_bytes_do() -> None:
     link = Link(bytes_per_second=1e9, latency=1e-6)
-    assert link.collective("sum", 1e6, 1) == 0
-    assert link.collective("sum", 1e6, 4) == pytest.approx(2 * (1e-6 + 0.75e-3))
-    assert link.collective("exchange", 1e6, 4) == pytest.approx(1e-6 + 0.75e-3)
-    assert link.collective("gather", 1e6, 4) == pytest.approx(1e-6 + 3e-3)
-    assert link.collective("pass", 1e6, 4) == pytest.approx(1e-6 + 1e-3)
+    assert link.collective("all_reduce", 1e6, 1) == 0
+    assert link.collective("all_reduce", 1e6, 4) == pytest.approx(2 * (1e-6 + 0.75e-3))
+    assert link.collective("all_to_all", 1e6, 4) == pytest.approx(1e-6 + 0.75e-3)
+    assert link.collective("all_gather", 1e6, 4) == pytest.approx(1e-6 + 3e-3)
+    assert link.collective("ring_shift", 1e6, 4) == pytest.approx(1e-6 + 1e-3)
 
 
 @pytest.mark.parametrize(

@@ -231,8 +231,8 @@ def test_extents_are_those_of_tensor_split(size: int) -> None:
         expected = [part.tolist() for part in torch.arange(length).tensor_split(size)]
         for rank in range(size):
             ranks = TensorRanks(rank=rank, size=size, name="", group=nothing, tensors=nothing)
-            assert list(ranks.own_range(length)) == expected[rank]
-            assert [list(ranks.own_range(length, of)) for of in range(size)] == expected
+            assert list(ranks.shard_range(length)) == expected[rank]
+            assert [list(ranks.shard_range(length, of)) for of in range(size)] == expected
 
 
 def _forward(x: int, scale: int = 1, **others: int) -> None:

@@ -29,7 +29,7 @@ from castor.checkpoint.model import INDEX, SINGLE_FILE, kept_keys, state_of, wei
 from castor.checkpoint.parts import (
     adapters_in_whole,
     keys_in_whole,
-    own_part,
+    local_shard,
     own_targets,
     whole_shape,
 )
@@ -127,7 +127,7 @@ class ModelLoad:
             index = engine.index_of.get(target)  # type: ignore[call-overload]
             if index is not None:
                 # By the update's own rounding, so that the next one sees no edit.
-                engine.session.adopt(index, own_part(engine, target, source).contiguous())
+                engine.session.adopt(index, local_shard(engine, target, source).contiguous())
                 torch.autograd.graph.increment_version(target)
                 return
         fill(target, source)

@@ -18,7 +18,7 @@ from castor.checkpoint.agreement import ReadyLoad, contents_of
 from castor.checkpoint.container import StoredTensor, read_headers
 from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.optimizer import DESCRIPTION, FORMAT, driver_of, names_of
-from castor.checkpoint.parts import names_of_others, own_part, whole_shape
+from castor.checkpoint.parts import local_shard, names_of_others, whole_shape
 from castor.checkpoint.staging import recover
 from castor.checkpoint.values import decode
 from castor.errors import CheckpointError, UsageError
@@ -60,7 +60,7 @@ class OptimizerLoad:
                 name, _, field = key.rpartition(".")
                 value = files[entry.path].get_tensor(key)
                 if driver is not None:
-                    value = own_part(driver.engine, params[name], value)
+                    value = local_shard(driver.engine, params[name], value)
                 value = own_shard(params[name], value)
                 entries[name][field] = value
             for name, numbers in self.numbers.items():

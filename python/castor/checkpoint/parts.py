@@ -174,7 +174,7 @@ def whole_shape(engines: list[Engine], tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def own_part(engine: Engine, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def local_shard(engine: Engine, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Returns this rank's shard of a full parameter's tensor, or of its blocks; else all."""
     parts = engine.parts
     shape = parts.whole_shape(param) if parts else None

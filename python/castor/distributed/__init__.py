@@ -11,12 +11,12 @@ from castor.distributed.microbatches import (
     Schedule,
     schedule_of,
 )
-from castor.distributed.parts import check_blocks
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import find_pipeline_plan
 from castor.distributed.rng_state import Generators
 from castor.distributed.sequence_attention import Mode
 from castor.distributed.sequence_parallel import SequenceParallel
+from castor.distributed.shard_spec import check_blocks
 from castor.distributed.tensor_parallel import TensorParallel
 from castor.distributed.tensor_plan import Plan, find_plan, with_whole_experts
 from castor.distributed.tensor_ranks import TensorRanks

@@ -69,7 +69,7 @@ class ExpertExchange:
         ranks = self._ranks
         rows = []
         for rank in range(ranks.size):
-            of = ranks.own_range(experts, rank)
+            of = ranks.shard_range(experts, rank)
             rows.append(((chosen >= of.start) & (chosen < of.stop)).any(-1).nonzero()[:, 0])
         heard, self._heard = self._heard, None
         if heard is None:
@@ -180,7 +180,7 @@ class Routes:
         as_bytes = [one.detach().contiguous().view(torch.uint8) for one in given]
         sent = torch.cat(as_bytes, -1)
         received = torch.empty_like(sent)
-        self.ranks.tensors.exchange(sent, received)
+        self.ranks.tensors.all_to_all(sent, received)
         parts = received.split([one.shape[-1] for one in as_bytes], -1)
         return [part.contiguous().view(one.dtype) for part, one in zip(parts, given, strict=True)]
 

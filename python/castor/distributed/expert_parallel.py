@@ -68,7 +68,7 @@ class ExpertParallel(TensorParallel):
                 grads.append(params[number].grad)
         for some in _together(grads):
             total = torch.cat([grad.detach().reshape(-1) for grad in some])
-            self.ranks.tensors.sum(total)
+            self.ranks.tensors.all_reduce(total)
             total /= self.ranks.size
             for grad, mean in zip(some, total.split([grad.numel() for grad in some]), strict=True):
                 # Not as an edit of the user's, whom a loss scale would be hidden from.

@@ -141,7 +141,7 @@ class Meeting:
         """Returns the numbers of this rank's tokens, of `length`."""
         if self.ring:
             return self.ring.tokens_of(self.ranks.rank, length, device)
-        mine = self.ranks.own_range(length)
+        mine = self.ranks.shard_range(length)
         return slice(mine.start, mine.stop)
 
 
@@ -226,7 +226,7 @@ def _exchanged(
     repeats = ranks.size // math.gcd(key.shape[1], ranks.size)
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    query, key, value = (ranks.swap(x, 1, 2) for x in (query, key, value))
+    query, key, value = (ranks.all_to_all(x, 1, 2) for x in (query, key, value))
     groups = getattr(module, "num_key_value_groups", None)
     try:
         if groups is not None:
@@ -235,7 +235,7 @@ def _exchanged(
     finally:
         if groups is not None:
             module.num_key_value_groups = groups
-    return ranks.swap(output, 1, 2), None
+    return ranks.all_to_all(output, 1, 2), None
 
 
 def _gathered(
@@ -251,10 +251,10 @@ def _gathered(
     _refuse_values_by_head(module, ranks, options, ("position_bias",))  # is of tokens as well
     mask = _tensor_of(mask, module, meeting)
     query, key, value = states
-    key, value = ranks.all_parts(key, 2), ranks.all_parts(value, 2)
+    key, value = ranks.all_gather(key, 2), ranks.all_gather(value, 2)
     # Without a mask a token sees those before it, counted from the first of all: rank 0's own.
     if mask is None and ranks.rank:
-        own = ranks.own_range(key.shape[2])
+        own = ranks.shard_range(key.shape[2])
         tokens = torch.arange(key.shape[2], device=key.device)
         mask = tokens <= tokens[own.start : own.stop, None]
     output, _ = compute(module, query, key, value, mask, **options)

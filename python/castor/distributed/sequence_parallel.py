@@ -264,7 +264,7 @@ class SequenceParallel:
                 f"{type(output).__name__}; call the model with return_dict=True"
             )
         if getattr(output, "loss", None) is not None:
-            output.loss = self.ranks.mean(output.loss)
+            output.loss = self.ranks.all_reduce_mean(output.loss)
             if not self.gives_logits:
                 output.logits = None  # of some tokens
         if output.logits is not None:

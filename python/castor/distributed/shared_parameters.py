@@ -57,5 +57,5 @@ class SharedParameters:
             grad = copy.param.grad
             if grad is not None:
                 # Not as an edit of the user's, whom a loss scale would be hidden from.
-                grad.data.copy_(copy.ranks.sum(grad))
+                grad.data.copy_(copy.ranks.all_reduce(grad))
         self._summed = True

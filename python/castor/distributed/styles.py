@@ -11,8 +11,8 @@ from torch import nn
 
 from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.inputs import by_name, check_numbers
+from castor.distributed.sequence_collectives import keeping
 from castor.distributed.tensor_ranks import TensorRanks
-from castor.distributed.token_exchange import keeping
 from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.errors import UsageError
 
@@ -110,7 +110,7 @@ def rows(m: Any, _: TensorRanks, reduce: Reduce, x: torch.Tensor) -> torch.Tenso
 
 def split_rows(m: Any, ranks: TensorRanks, reduce: Reduce, x: torch.Tensor) -> torch.Tensor:
     """... which come whole."""
-    return rows(m, ranks, reduce, ranks.split(x))
+    return rows(m, ranks, reduce, ranks.scatter_columns(x))
 
 
 def vocabulary(m: Any, ranks: TensorRanks, given: tuple[int, int], ids: torch.Tensor) -> Any:
@@ -166,7 +166,7 @@ def exchanged_experts(
     exchange, name, experts = given
     routes = exchange.routes(name, experts, x, chosen, weights)
     rows, their_weights, their_choices = routes.send(x, weights, chosen)
-    first = ranks.own_range(experts).start
+    first = ranks.shard_range(experts).start
     return routes.back(_of_own_experts(m, first, rows, their_choices, their_weights))
 
 

@@ -21,11 +21,11 @@ from castor.distributed import styles
 from castor.distributed.adapters import with_adapters
 from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.inputs import asked_of, check_inputs
-from castor.distributed.parts import Cut, check_reader, own_part
 from castor.distributed.rank_rng import give_rank_rng
 from castor.distributed.rng_state import Generators, digest_of
+from castor.distributed.sequence_shards import SequenceShards
+from castor.distributed.shard_spec import ShardSpec, check_reader, local_shard
 from castor.distributed.tensor_ranks import TensorRanks
-from castor.distributed.token_parts import TokenParts
 from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.distributed.whole_gradients import check_whole_gradients
 from castor.errors import UsageError
@@ -65,8 +65,8 @@ class TensorParallel:
         self.ranks = ranks
         self.exchange = ExpertExchange(model, ranks)
         self.loss = VocabularyLoss(model, ranks) if divide_loss else None
-        self._tokens = TokenParts(model, plan, ranks) if divide_tokens else None
-        self.cuts: dict[torch.Tensor, Cut] = {}
+        self._tokens = SequenceShards(model, plan, ranks) if divide_tokens else None
+        self.cuts: dict[torch.Tensor, ShardSpec] = {}
         self._model = weakref.ref(model)
         self._plan = plan
         self._forwards: dict[nn.Module, styles.Part] = {}
@@ -95,7 +95,7 @@ class TensorParallel:
         model = self.model
         with torch.no_grad():
             for param in model.parameters():
-                param.data = own_part(param.data, self.cuts.get(param), self.ranks)
+                param.data = local_shard(param.data, self.cuts.get(param), self.ranks)
         for module, name, value in self._attributes:
             setattr(module, name, value)
         for module, part in self._forwards.items():
@@ -116,7 +116,7 @@ class TensorParallel:
         model = self.model
         for param in set(model.parameters()).intersection(self._partial):
             if param.requires_grad:
-                param.register_hook(self.ranks.sum)
+                param.register_hook(self.ranks.all_reduce)
         self._partial.clear()
         for param in model.parameters():
             cut = self.cuts.get(param)
@@ -137,7 +137,7 @@ class TensorParallel:
         self.refuse_readers(model)
 
     def divide_in(self, stages: Sequence[range] | None) -> None:
-        """After start: where other stages begin tokens are divided, if they are; see TokenParts."""
+        """Tells sequence parallelism, if there is any, where other stages begin; after start."""
         if self._tokens:
             self._tokens.divide_in(stages)
 
@@ -282,7 +282,7 @@ class TensorParallel:
             )
         loss.width = part.argument
         count = "nf" if styles.is_conv1d(head) else "out_features"
-        self._attributes.append((head, count, len(self.ranks.own_range(loss.width))))
+        self._attributes.append((head, count, len(self.ranks.shard_range(loss.width))))
         self._forwards[head] = styles.Part(head, styles.head, self.ranks, (loss.width, loss))
 
     def _cut_linear(
@@ -327,7 +327,7 @@ class TensorParallel:
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
             self._refuse_module(name, module, "embedding_rowwise")
         self._cut(f"{name}.weight", module.weight, 0)
-        rows, padding = self.ranks.own_range(module.num_embeddings), module.padding_idx
+        rows, padding = self.ranks.shard_range(module.num_embeddings), module.padding_idx
         if padding is not None:
             padding = padding - rows.start if padding in rows else None
         self._attributes.append((module, "num_embeddings", len(rows)))
@@ -345,7 +345,7 @@ class TensorParallel:
             )
         for param_name, param in params.items():
             self._cut(f"{name}.{param_name}", param, 0)
-        rows = self.ranks.own_range(int(count))  # type: ignore[arg-type]
+        rows = self.ranks.shard_range(int(count))  # type: ignore[arg-type]
         self._attributes.append((module, "num_experts", len(rows)))
         if exchanged:
             self._replace(module, styles.exchanged_experts, (self.exchange, name, count))
@@ -359,7 +359,7 @@ class TensorParallel:
         dim: int,
         pieces: int = 1,
         sharing: tuple[int, int] = (1, 0),
-    ) -> Cut:
+    ) -> ShardSpec:
         if is_packed(param):
             raise UsageError(
                 f"parameter '{name}' is quantised, and a part of its bytes is no part of its "
@@ -379,7 +379,9 @@ class TensorParallel:
                 f"dimension {dim} of '{name}' has {length} elements in {pieces} pieces, too few or "
                 f"uneven for {self.ranks.size} ranks"
             )
-        cut = Cut(dim=dim, shape=tuple(param.shape), pieces=pieces, copies=copies, shared=shared)
+        cut = ShardSpec(
+            dim=dim, shape=tuple(param.shape), pieces=pieces, copies=copies, shared=shared
+        )
         if self.cuts.setdefault(param, cut) != cut:
             raise UsageError(
                 f"'{name}' is tied to a parameter that is cut in another way; give a tp_plan that "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from castor import _C
-from castor.distributed.token_exchange import InParts, all_parts
+from castor.distributed.sequence_collectives import GatheredInput, all_gather
 from castor.errors import UsageError
 from castor.runtime.ranks import Peers, common_memory_mark
 
@@ -92,33 +92,33 @@ class TensorRanks(Peers):
         """
         self.tensors.leave()
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in rank order: the same bits on all. A new tensor."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.tensors.sum(total)
+        self.tensors.all_reduce(total)
         return total
 
-    def own_range(self, length: int, rank: int | None = None) -> range:
+    def shard_range(self, length: int, rank: int | None = None) -> range:
         """Returns this rank's elements of `length`, or another's, as tensor_split has it."""
         each, more = divmod(length, self.size)
         rank = self.rank if rank is None else rank
         return range(rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more))
 
-    def own_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+    def local_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of the last dimension."""
         return tensor.tensor_split(self.size, dim=-1)[self.rank]
 
-    def all_columns(self, own: torch.Tensor, width: int) -> torch.Tensor:
+    def all_gather_columns(self, own: torch.Tensor, width: int) -> torch.Tensor:
         """Every rank's part of the last dimension, `width` together, one behind the other."""
-        widths = [len(self.own_range(width, rank)) for rank in range(self.size)]
+        widths = [len(self.shard_range(width, rank)) for rank in range(self.size)]
         padded = torch.nn.functional.pad(own.detach(), (0, widths[0] - own.shape[-1])).contiguous()
         parts = padded.new_empty((self.size, *padded.shape))
-        self.tensors.gather(padded, parts)
+        self.tensors.all_gather(padded, parts)
         return torch.cat(
             [part[..., :of] for part, of in zip(parts.unbind(), widths, strict=True)], dim=-1
         )
 
-    def gather_parts(
+    def all_gather_shards(
         self, own: torch.Tensor, shapes: Sequence[tuple[int, ...]]
     ) -> list[torch.Tensor]:
         """Gathers all ranks' tensors, in rank order.
@@ -131,7 +131,7 @@ class TensorRanks(Peers):
         padded = own.new_zeros(longest)
         padded[: own.numel()] = own.detach().reshape(-1)
         parts = own.new_empty((self.size, longest))
-        self.tensors.gather(padded, parts)
+        self.tensors.all_gather(padded, parts)
         return [
             part[: math.prod(shape)].view(shape)
             for part, shape in zip(parts.unbind(), shapes, strict=True)
@@ -145,7 +145,7 @@ class TensorRanks(Peers):
         """
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        if parts := InParts.of(x):
+        if parts := GatheredInput.of(x):
             return x if parts.entered is None else parts.entered
         known = self._entered.output_for(x)
         if known is None:
@@ -165,11 +165,11 @@ class TensorRanks(Peers):
         """All columns of what each rank has some of; `width` together."""
         return _apply(_Gather, x, self, width)
 
-    def split(self, x: torch.Tensor) -> torch.Tensor:
+    def scatter_columns(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's columns of what every rank has."""
-        return _apply(_Split, x, self)
+        return _apply(_ScatterColumns, x, self)
 
-    def swap(self, x: torch.Tensor, scattered: int, gathered: int) -> torch.Tensor:
+    def all_to_all(self, x: torch.Tensor, scattered: int, gathered: int) -> torch.Tensor:
         """All of one dimension and a part of another, for a part of the one and all of the other.
 
         Args:
@@ -177,20 +177,20 @@ class TensorRanks(Peers):
             scattered: The dimension of which each rank keeps its part.
             gathered: The one of which each gets what the others have, in rank order.
         """
-        return _apply(_Swap, x, self, scattered, gathered)
+        return _apply(_AllToAll, x, self, scattered, gathered)
 
-    def exchanged(self, x: torch.Tensor, scattered: int, gathered: int) -> torch.Tensor:
-        """Exchanges as swap does, outside autograd."""
+    def all_to_all_values(self, x: torch.Tensor, scattered: int, gathered: int) -> torch.Tensor:
+        """Exchanges as all_to_all does, outside autograd."""
         parts = torch.stack(x.detach().chunk(self.size, scattered))
         received = torch.empty_like(parts)
-        self.tensors.exchange(parts, received)
+        self.tensors.all_to_all(parts, received)
         return torch.cat(received.unbind(), gathered)
 
-    def mean(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce_mean(self, x: torch.Tensor) -> torch.Tensor:
         """The mean over the ranks; each rank's gradient is that of its own."""
         return _apply(_Mean, x, self)
 
-    def all_parts(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """All of a dimension, of which each rank has a part.
 
         What every rank makes of it is its own: a part's gradient is the sum of theirs.
@@ -199,7 +199,7 @@ class TensorRanks(Peers):
             x: Of the same shape on every rank.
             dim: Whose parts come in rank order.
         """
-        return all_parts(x, self, dim)
+        return all_gather(x, self, dim)
 
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """All of dimension 1, of which each rank has a part.
@@ -248,13 +248,13 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.ranks.forget_entered()  # of a block that runs again here
-        return ctx.ranks.sum(grad), None
+        return ctx.ranks.all_reduce(grad), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-        return ranks.sum(x)
+        return ranks.all_reduce(x)
 
     @staticmethod
     def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -265,41 +265,41 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, width: int) -> torch.Tensor:
         ctx.ranks = ranks
-        return ranks.all_columns(x, width)
+        return ranks.all_gather_columns(x, width)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.ranks.own_columns(grad), None, None
+        return ctx.ranks.local_columns(grad), None, None
 
 
-class _Split(torch.autograd.Function):
+class _ScatterColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
         ctx.ranks, ctx.width = ranks, x.shape[-1]
-        return ranks.own_columns(x).contiguous()
+        return ranks.local_columns(x).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.ranks.all_columns(grad, ctx.width), None
+        return ctx.ranks.all_gather_columns(grad, ctx.width), None
 
 
-class _Swap(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, ranks: TensorRanks, scattered: int, gathered: int
     ) -> torch.Tensor:
         ctx.ranks, ctx.back = ranks, (gathered, scattered)
-        return ranks.exchanged(x, scattered, gathered)
+        return ranks.all_to_all_values(x, scattered, gathered)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.ranks.exchanged(grad, *ctx.back), None, None, None
+        return ctx.ranks.all_to_all_values(grad, *ctx.back), None, None, None
 
 
 class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-        return ranks.sum(x) / ranks.size
+        return ranks.all_reduce(x) / ranks.size
 
     @staticmethod
     def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -310,7 +310,7 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
         ctx.ranks = ranks
-        return torch.cat(ranks.gather_parts(x, [tuple(x.shape)] * ranks.size), dim=1)
+        return torch.cat(ranks.all_gather_shards(x, [tuple(x.shape)] * ranks.size), dim=1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

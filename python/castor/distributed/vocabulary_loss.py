@@ -152,7 +152,7 @@ class Columns:
             vocabulary: How many there are.
             ignored: The target of a row that does not count.
         """
-        own = ranks.own_range(vocabulary)
+        own = ranks.shard_range(vocabulary)
         self._ranks = ranks
         self._here = (target >= own.start) & (target < own.stop)
         self._column = (target - own.start).clamp(0, len(own) - 1)
@@ -179,7 +179,7 @@ class Columns:
     def total(self, seen: torch.Tensor) -> torch.Tensor:
         """The sum of the losses, of what `seen` gave of all rows. Collective."""
         everyone = torch.stack(
-            self._ranks.gather_parts(seen, [tuple(seen.shape)] * self._ranks.size)
+            self._ranks.all_gather_shards(seen, [tuple(seen.shape)] * self._ranks.size)
         )
         largest = everyone[:, 0].max(dim=0).values
         total = (everyone[:, 1] * (everyone[:, 0] - largest).exp_()).sum(dim=0)

@@ -45,19 +45,19 @@ class Link:
         if ranks == 1:
             return 0.0
         others = ranks - 1
-        if operation == "sum":
+        if operation == "all_reduce":
             return 2 * self.seconds(num_bytes * others / ranks)
-        if operation == "exchange":
+        if operation == "all_to_all":
             return self.seconds(num_bytes * others / ranks)
-        if operation == "pass":
+        if operation == "ring_shift":
             return self.seconds(num_bytes)
-        return self.seconds(num_bytes * others)  # gather
+        return self.seconds(num_bytes * others)  # all_gather
 
     def waiting(self, operation: str, ranks: int) -> float:
         """Seconds of these in which nothing is sent: a rank's processor is free for others."""
         if ranks == 1:
             return 0.0
-        return 2 * self.latency if operation == "sum" else self.latency
+        return 2 * self.latency if operation == "all_reduce" else self.latency
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,7 @@ class End(_Needs):
         self.in_memory = self.slowdown, self.update
         """These two, did nothing wait for NVMe."""
         settled = cluster.between(layout.of_layers).collective(
-            "sum", recorded.settled_bytes, layout.experts_alone
+            "all_reduce", recorded.settled_bytes, layout.experts_alone
         )
         whole_reduced = reduced(layout, cluster, recorded.param_bytes, recorded.element_bytes)
         self.reduce = whole_reduced + settled
@@ -261,7 +261,7 @@ def _exchanged(
         apart = layout.of_layers * (layout.sequence if sent.among == SEQUENCE else 1)
         link = cluster.between(apart)
         seconds = link.collective(sent.operation, sent.num_bytes, shares)
-        if sent.operation == "pass" and not cluster.on_host:
+        if sent.operation == "ring_shift" and not cluster.on_host:
             passed += seconds
             continue
         total += seconds

@@ -46,7 +46,7 @@ class Sent:
     among: str
     """Ranks that take part."""
     operation: str
-    """"sum", "gather" or "exchange", as TensorRanks has them, or "pass", as a Ring has."""
+    """"all_reduce", "all_gather", "all_to_all" or "ring_shift"."""
     num_bytes: int
     """Bytes of the rank's input."""
 

@@ -50,17 +50,17 @@ class _Sends:
         self._size = size
         self._tell = tell
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        self._note("sum", tensor)
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self._note("all_reduce", tensor)
 
-    def gather(self, own: torch.Tensor, _parts: torch.Tensor) -> None:
-        self._note("gather", own)
+    def all_gather(self, own: torch.Tensor, _parts: torch.Tensor) -> None:
+        self._note("all_gather", own)
 
-    def exchange(self, parts: torch.Tensor, _received: torch.Tensor) -> None:
-        self._note("exchange", parts)
+    def all_to_all(self, parts: torch.Tensor, _received: torch.Tensor) -> None:
+        self._note("all_to_all", parts)
 
     def ring_shift(self, sent: torch.Tensor, _received: torch.Tensor) -> None:
-        self._note("pass", sent)
+        self._note("ring_shift", sent)
 
     def gather_bytes(self, own: bytes, _place: str) -> list[bytes]:
         return [own] * self._size

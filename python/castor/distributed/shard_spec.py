@@ -1,4 +1,4 @@
-"""Shards of tensors: the part of each rank."""
+"""How parameters are sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from castor.runtime.model_parts import Runs, Segments
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class ShardSpec:
     """The sharding of a parameter: evenly along a dimension, the first ranks have one more."""
 
     dim: int
@@ -31,7 +31,7 @@ class Cut:
     """Elements at the end of each group that all its ranks have; they divide the others."""
 
     def own(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """A rank's part: a view, or a new tensor where there are several pieces."""
+        """Returns a rank's shard: a view, or a new tensor where there are several pieces."""
         if self.copies > 1:
             length = whole.shape[self.dim]
             ranges = [own for own in self._of_group(length, rank, size) if own]
@@ -64,7 +64,7 @@ class Cut:
         Elements that several ranks have are the first one's to write.
         """
         if self.copies == 1:
-            return self.runs(ranks.own_range(self.length_of_piece))
+            return self.runs(ranks.shard_range(self.length_of_piece))
         behind = math.prod(self.shape[1:])
         alone, shared = self._of_group(self.shape[0], ranks.rank, ranks.size)
         first = shared.start * behind if ranks.rank % self.copies == 0 else None
@@ -97,7 +97,7 @@ class Cut:
         The sum is in rank order: the same bits on each of them. Collective.
         """
         shared = grad.detach()[grad.shape[0] - self.shared :].contiguous()
-        everyone = ranks.gather_parts(shared, [tuple(shared.shape)] * ranks.size)
+        everyone = ranks.all_gather_shards(shared, [tuple(shared.shape)] * ranks.size)
         first = ranks.rank - ranks.rank % self.copies
         total = everyone[first].clone()
         for one in everyone[first + 1 : first + self.copies]:
@@ -130,7 +130,7 @@ class Cut:
     def blocks_of_rank(self, ranks: TensorRanks, rank: int) -> torch.Tensor | None:
         """See blocks_of: those of a rank's part."""
         if self.copies == 1:
-            return self.blocks_of(ranks.own_range(self.length_of_piece, rank))
+            return self.blocks_of(ranks.shard_range(self.length_of_piece, rank))
         behind, block = math.prod(self.shape[1:]), _C.MOMENT_BLOCK
         found = []
         for own in self._of_group(self.shape[0], rank, ranks.size):
@@ -162,7 +162,9 @@ class Cut:
         return (begin[:, None] // block + torch.arange(-(-runs.length // block))).flatten()
 
 
-def check_blocks(model: nn.Module, cuts: Mapping[torch.Tensor, Cut], ranks: TensorRanks) -> None:
+def check_blocks(
+    model: nn.Module, cuts: Mapping[torch.Tensor, ShardSpec], ranks: TensorRanks
+) -> None:
     """Every rank's part has whole blocks of moments, as a format that rounds them there needs.
 
     Args:
@@ -189,7 +191,7 @@ def check_blocks(model: nn.Module, cuts: Mapping[torch.Tensor, Cut], ranks: Tens
 _ranks: weakref.WeakValueDictionary[str, TensorRanks] = weakref.WeakValueDictionary()
 
 
-def own_part(whole: torch.Tensor, cut: Cut | None, ranks: TensorRanks) -> torch.Tensor:
+def local_shard(whole: torch.Tensor, cut: ShardSpec | None, ranks: TensorRanks) -> torch.Tensor:
     """This rank's part of rank 0's values; a contiguous tensor of its own. Collective.
 
     Args:
@@ -199,13 +201,13 @@ def own_part(whole: torch.Tensor, cut: Cut | None, ranks: TensorRanks) -> torch.
     """
     _ranks[ranks.name] = ranks
     how = [cut.dim, cut.pieces, cut.copies, cut.shared] if cut else []
-    part: torch.Tensor = _own_part(whole, how, ranks.name, ranks.rank, ranks.size)
+    part: torch.Tensor = _local_shard(whole, how, ranks.name, ranks.rank, ranks.size)
     return part
 
 
 # An operator, so that a lazy model records it.
-@torch.library.custom_op("castor::own_part", mutates_args=(), device_types="cpu")
-def _own_part(
+@torch.library.custom_op("castor::local_shard", mutates_args=(), device_types="cpu")
+def _local_shard(
     whole: torch.Tensor, how: list[int], group: str, rank: int, size: int
 ) -> torch.Tensor:
     values = whole.contiguous() if rank == 0 else torch.empty_like(whole).contiguous()
@@ -213,17 +215,17 @@ def _own_part(
     return _cut(values, how, rank, size).clone(memory_format=torch.contiguous_format)
 
 
-@_own_part.register_fake
+@_local_shard.register_fake
 def _(whole: torch.Tensor, how: list[int], group: str, rank: int, size: int) -> torch.Tensor:
     return whole.new_empty(_cut(whole, how, rank, size).shape)
 
 
 def _cut(whole: torch.Tensor, how: list[int], rank: int, size: int) -> torch.Tensor:
-    """A rank's part, by the numbers of a Cut; none: all of it."""
+    """A rank's part, by the numbers of a ShardSpec; none: all of it."""
     if not how:
         return whole
     dim, pieces, copies, shared = how
-    return Cut(dim=dim, shape=(), pieces=pieces, copies=copies, shared=shared).own(
+    return ShardSpec(dim=dim, shape=(), pieces=pieces, copies=copies, shared=shared).own(
         whole, rank, size
     )
 

@@ -1,8 +1,8 @@
-"""Autograd functions that exchange tokens of hidden states between ranks.
+"""Collectives of sequence parallelism, with their gradients.
 
 Source: Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models,
-section 4.2.2), whose g is `enter_parts` and whose g-bar is `sum_to_parts`. Every part of a tensor
-has the same size, and parts come in rank order.
+section 4.2.2). Its g is `gather_layer_input`, its g-bar is `reduce_scatter`. All shards of a tensor
+have the same size, and shards come in rank order.
 """
 
 from __future__ import annotations
@@ -17,56 +17,55 @@ from torch.autograd.graph import saved_tensors_hooks
 if TYPE_CHECKING:
     from castor.distributed.tensor_ranks import TensorRanks
 
-    _Exchange = Callable[[torch.Tensor, TensorRanks, int], torch.Tensor]
+    _CollectiveCall = Callable[[torch.Tensor, TensorRanks, int], torch.Tensor]
 
 
-def own_part(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-    """This rank's part of a dimension of what every rank has."""
-    return _exchanged(x, ranks, dim, there=_own, back=_gathered)
+def scatter(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+    """Returns this rank's slice of a dimension; its gradient is all-gathered."""
+    return _collective(x, ranks, dim, there=_slice, back=_all_gather)
 
 
-def parts_of_all(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-    """All of a dimension of which each rank has a part, for what every rank computes alike."""
-    return _exchanged(x, ranks, dim, there=_gathered, back=_own)
+def all_gather_replicated(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+    """All-gathers a dimension for replicated compute: the gradient of a shard is its slice."""
+    return _collective(x, ranks, dim, there=_all_gather, back=_slice)
 
 
-def all_parts(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-    """... for what each computes otherwise: a part's gradient is the sum of theirs."""
-    return _exchanged(x, ranks, dim, there=_gathered, back=_summed_part)
+def all_gather(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+    """All-gathers a dimension; the gradients of the ranks are reduce-scattered."""
+    return _collective(x, ranks, dim, there=_all_gather, back=_reduce_scatter)
 
 
-def sum_to_parts(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-    """This rank's part of a dimension of the sum over the ranks."""
-    return _exchanged(x, ranks, dim, there=_summed_part, back=_gathered)
+def reduce_scatter(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+    """Reduce-scatters a dimension; the gradients of the ranks are all-gathered."""
+    return _collective(x, ranks, dim, there=_reduce_scatter, back=_all_gather)
 
 
-def enter_parts(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-    """All of a dimension of which each rank has a part, as input of a layer's parts.
+def gather_layer_input(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+    """All-gathers the input of a tensor-parallel layer; its gradient is reduce-scattered.
 
-    What enters of it (TensorRanks.enter) keeps this rank's part until backward, where it is
-    gathered again (`keeping`), and its gradient is the sum of the parts'. Other uses of it are
-    taken to be the same on every rank.
+    The layer (TensorRanks.enter) saves this rank's shard for backward, which gathers it again
+    (`keeping`). Every other use of the result has to be the same on all ranks.
     """
-    kept = _KeptPart(x, ranks, dim)
-    whole, entered = cast("Any", _EnterParts).apply(x, kept)
-    entered._castor_in_parts = InParts(None, entered._version, kept)
-    whole._castor_in_parts = InParts(entered, whole._version, kept)
+    kept = _KeptShard(x, ranks, dim)
+    whole, entered = cast("Any", _GatherLayerInput).apply(x, kept)
+    entered._castor_gathered_input = GatheredInput(None, entered._version, kept)
+    whole._castor_gathered_input = GatheredInput(entered, whole._version, kept)
     return cast("torch.Tensor", whole)
 
 
-class InParts(NamedTuple):
-    """Record of a tensor that enter_parts returns: an attribute of the tensor."""
+class GatheredInput(NamedTuple):
+    """Record of a tensor that gather_layer_input returns: an attribute of the tensor."""
 
     entered: torch.Tensor | None
     """Tensor that layers take instead; None: it is this one."""
     version: int
     """Version of the tensor."""
-    kept: _KeptPart
+    kept: _KeptShard
 
     @staticmethod
-    def of(x: torch.Tensor) -> InParts | None:
+    def of(x: torch.Tensor) -> GatheredInput | None:
         """Returns the record of a tensor; None: it has none, or has been written since."""
-        found: InParts | None = getattr(x, "_castor_in_parts", None)
+        found: GatheredInput | None = getattr(x, "_castor_gathered_input", None)
         return found if found and found.version == x._version else None
 
 
@@ -76,7 +75,7 @@ def keeping(entered: torch.Tensor) -> AbstractContextManager[Any]:
     Not where others decide what is saved: a block that runs again keeps nothing of it, and one that
     is offloaded has it elsewhere.
     """
-    parts = InParts.of(entered)
+    parts = GatheredInput.of(entered)
     return nullcontext() if not parts or _others_save() else parts.kept.keeping(entered)
 
 
@@ -84,7 +83,7 @@ def _others_save() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-class _KeptPart:
+class _KeptShard:
     """This rank's part of a tensor that has been gathered, until backward has read it."""
 
     def __init__(self, part: torch.Tensor, ranks: TensorRanks, dim: int) -> None:
@@ -95,7 +94,7 @@ class _KeptPart:
         self._again: torch.Tensor | None = None
 
     def gathered(self) -> torch.Tensor:
-        whole = _gathered(self._part, self.ranks, self.dim)
+        whole = _all_gather(self._part, self.ranks, self.dim)
         if _others_save():  # nobody will ask for the part
             self._part = self._part.new_empty(0)
         return whole
@@ -128,40 +127,40 @@ class _KeptPart:
         return self._again.as_strided(*kept)
 
 
-def _gathered(part: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+def _all_gather(part: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
     part = part.detach().contiguous()
     parts = part.new_empty((ranks.size, *part.shape))
-    ranks.tensors.gather(part, parts)
+    ranks.tensors.all_gather(part, parts)
     return torch.cat(parts.unbind(), dim)
 
 
-def _summed_part(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
     parts = torch.stack(x.detach().chunk(ranks.size, dim))
     received = torch.empty_like(parts)
-    ranks.tensors.exchange(parts, received)
+    ranks.tensors.all_to_all(parts, received)
     return received.sum(0, dtype=torch.float32).to(x.dtype)
 
 
-def _own(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+def _slice(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
     """A tensor of its own."""
     return x.chunk(ranks.size, dim)[ranks.rank].clone(memory_format=torch.contiguous_format)
 
 
-def _exchanged(
-    x: torch.Tensor, ranks: TensorRanks, dim: int, *, there: _Exchange, back: _Exchange
+def _collective(
+    x: torch.Tensor, ranks: TensorRanks, dim: int, *, there: _CollectiveCall, back: _CollectiveCall
 ) -> torch.Tensor:
-    return cast("torch.Tensor", cast("Any", _Exchanged).apply(x, ranks, dim, there, back))
+    return cast("torch.Tensor", cast("Any", _Collective).apply(x, ranks, dim, there, back))
 
 
-class _Exchanged(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         ranks: TensorRanks,
         dim: int,
-        there: _Exchange,
-        back: _Exchange,
+        there: _CollectiveCall,
+        back: _CollectiveCall,
     ) -> torch.Tensor:
         ctx.ranks, ctx.dim, ctx.back = ranks, dim, back
         return there(x, ranks, dim)
@@ -171,11 +170,11 @@ class _Exchanged(torch.autograd.Function):
         return ctx.back(grad, ctx.ranks, ctx.dim), None, None, None, None
 
 
-class _EnterParts(torch.autograd.Function):
+class _GatherLayerInput(torch.autograd.Function):
     """Gives the whole twice: for what every rank computes alike, and for parts of layers."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kept: _KeptPart) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, x: torch.Tensor, kept: _KeptShard) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.kept = kept
         ctx.set_materialize_grads(False)
         whole = kept.gathered()
@@ -185,10 +184,10 @@ class _EnterParts(torch.autograd.Function):
     def backward(
         ctx: Any, of_alike: torch.Tensor | None, of_layers: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, None]:
-        kept: _KeptPart = ctx.kept
+        kept: _KeptShard = ctx.kept
         kept.let_go()
-        alike = None if of_alike is None else _own(of_alike, kept.ranks, kept.dim)
+        alike = None if of_alike is None else _slice(of_alike, kept.ranks, kept.dim)
         if of_layers is None:
             return alike, None
-        grad = _summed_part(of_layers, kept.ranks, kept.dim)
+        grad = _reduce_scatter(of_layers, kept.ranks, kept.dim)
         return grad if alike is None else grad.add_(alike), None

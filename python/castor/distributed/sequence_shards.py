@@ -1,8 +1,8 @@
-"""Divides what lies between the divided layers of a model, by tokens.
+"""Sequence parallelism: shards what lies between tensor-parallel layers by tokens.
 
-Norms, dropouts and residuals: of each block's hidden states a rank has its tokens alone. They are
-gathered where attention or an MLP begins, and what these give is summed and scattered in one.
-Source: Korthikanti et al. 2022 (see castor.distributed.token_exchange).
+Norms, dropouts and residuals of each block see the tokens of one rank. Hidden states are gathered
+where attention or an MLP begins, and the outputs of these are reduce-scattered.
+Source: Korthikanti et al. 2022 (see castor.distributed.sequence_collectives).
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ from castor.distributed.layer_regions import (
 from castor.distributed.pipeline_plan import find_blocks
 from castor.distributed.rank_rng import RankRng
 from castor.distributed.rng_state import Generators, States
+from castor.distributed.sequence_collectives import (
+    all_gather_replicated,
+    gather_layer_input,
+    reduce_scatter,
+    scatter,
+)
 from castor.distributed.tensor_ranks import TensorRanks
-from castor.distributed.token_exchange import enter_parts, own_part, parts_of_all, sum_to_parts
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 
@@ -38,7 +43,7 @@ _SUMMED = frozenset({"moe_tp_experts", "whole_experts", "all_reduce"})
 _ASKED = "sequence_parallelism_mode='split_gather'"
 
 
-class TokenParts:
+class SequenceShards:
     """The row of blocks of a model of whose layers each rank has parts.
 
     While there are gradients; without, every rank has all tokens: generate and evaluation.
@@ -138,7 +143,7 @@ class TokenParts:
         """Reduce-scatters the output of a layer with sharded inputs, by tokens."""
         if not self.divides:
             return self._ranks.reduce(x)
-        return sum_to_parts(x, self._ranks, _tokens_of(x))
+        return reduce_scatter(x, self._ranks, _tokens_of(x))
 
     def _find_regions(self) -> dict[str, bool]:
         found: dict[str, bool] = {}
@@ -210,7 +215,7 @@ class TokenParts:
                 f"them to {-(-length // size) * size}"
             )
         self._num_own = length // size
-        return own_part(x, self._ranks, 1)
+        return scatter(x, self._ranks, 1)
 
     def _join(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A hook of the last block: the tokens of all."""
@@ -222,17 +227,19 @@ class TokenParts:
                 f"{_ASKED} gave the blocks {self._num_own} tokens of hidden states, and they made "
                 f"{x.shape[1]} of them: something of all tokens is added there; leave it out"
             )
-        return parts_of_all(x, self._ranks, 1)
+        return all_gather_replicated(x, self._ranks, 1)
 
     def _gather(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A pre-hook of what needs all tokens."""
-        return self._of_hidden(args, kwargs, lambda x: enter_parts(x, self._ranks, _tokens_of(x)))
+        return self._of_hidden(
+            args, kwargs, lambda x: gather_layer_input(x, self._ranks, _tokens_of(x))
+        )
 
     def _keep_own(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A hook of what gives sums of all tokens."""
-        return self._of_output(output, lambda x: own_part(x, self._ranks, _tokens_of(x)))
+        return self._of_output(output, lambda x: scatter(x, self._ranks, _tokens_of(x)))
 
     def _of_hidden(
         self,
@@ -256,7 +263,7 @@ class TokenParts:
 class NoNumbers:
     """A module, computed by every rank for all tokens, that must draw no random numbers there."""
 
-    def __init__(self, parts: TokenParts, name: str, generators: Generators) -> None:
+    def __init__(self, parts: SequenceShards, name: str, generators: Generators) -> None:
         """Takes the group, the module's name, and the generators that the model draws from."""
         self._parts = parts
         self._name = name
