@@ -61,7 +61,7 @@ def _beside(x: Any, w0: Any, w1: Any, w2: Any, bias: Any) -> Any:
 
 
 def _of_python(x: Any, w0: Any, w1: Any, w2: Any, bias: Any) -> Any:
-    return torch.tanh(_Counted.apply(x @ w0, w1)) @ w2 + bias  # type: ignore[no-untyped-call]
+    return torch.tanh(_Counted.apply(x @ w0, w1)) @ w2 + bias
 
 
 def _before_it_is_used(x: Any, w0: Any, w1: Any, w2: Any, bias: Any) -> Any:

@@ -281,7 +281,7 @@ class Mixing(nn.Sequential):
     """... in backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = _MixesInBackward.apply(x)  # type: ignore[no-untyped-call]
+        mixed: torch.Tensor = _MixesInBackward.apply(x)
         return super().forward(mixed)
 
 

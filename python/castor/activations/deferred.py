@@ -225,7 +225,7 @@ def with_memory(value: Any) -> Any:
         return value
     value.expose()
     if value.requires_grad and torch.is_grad_enabled():
-        return _WithMemory.apply(value)  # type: ignore[no-untyped-call]
+        return _WithMemory.apply(value)
     return value.values().detach().requires_grad_(value.requires_grad)
 
 
@@ -236,5 +236,5 @@ def _described(tensor: Uncomputed, args: tuple[Any, ...], kwargs: dict[str, Any]
     except UsageError:
         shape, dtype = tuple(tensor.shape), tensor.dtype
         return f"{type(tensor).__name__}(not computed, shape={shape}, dtype={dtype})"
-    description: str = torch.Tensor.__repr__(values, *args, **kwargs)  # type: ignore[no-untyped-call]
+    description: str = torch.Tensor.__repr__(values, *args, **kwargs)
     return description

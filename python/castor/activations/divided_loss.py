@@ -42,7 +42,7 @@ class DividedLoss(Loss):
 
     def of(self, logits: torch.Tensor, rows: Rows, reduction: str) -> torch.Tensor:
         """Returns a tensor with the gradient of some rows' losses, and not their values."""
-        losses: torch.Tensor = _OfColumns.apply(logits, self.own, rows)  # type: ignore[no-untyped-call]
+        losses: torch.Tensor = _OfColumns.apply(logits, self.own, rows)
         return losses if reduction == "none" else losses.sum()
 
     def value(self) -> torch.Tensor:

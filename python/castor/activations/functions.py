@@ -246,7 +246,7 @@ def in_tiles(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
         return None
     if func in TAKES_ALONG_DIM:
         index = torch.where(index < 0, index + tensor.shape[-1], index)  # gather checks the range
-    found: torch.Tensor = _Gather.apply(tensor, index)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Gather.apply(tensor, index)
     return found
 
 
@@ -290,7 +290,7 @@ def _at_places(tensor: DeferredLogits, index: Any) -> torch.Tensor | None:
         )
     if not may:
         return None
-    found: torch.Tensor = _ChooseRows.apply(tensor, index)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _ChooseRows.apply(tensor, index)
     return found
 
 
@@ -312,7 +312,7 @@ def _elements(tensor: DeferredLogits, index: tuple[Any, ...]) -> torch.Tensor | 
         if not isinstance(chosen_rows, DeferredLogits):
             return None
         tensor = chosen_rows
-    found: torch.Tensor = _Gather.apply(tensor, columns[:, None])  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Gather.apply(tensor, columns[:, None])
     return found.squeeze(-1)
 
 
@@ -340,8 +340,8 @@ def tiled_cross_entropy(
     make = functools.partial(
         Loss, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
-    same = _SameLogits.apply(input)  # type: ignore[no-untyped-call]
-    loss: torch.Tensor = _LossFunction.apply(same, target, weight, make)  # type: ignore[no-untyped-call]
+    same = _SameLogits.apply(input)
+    loss: torch.Tensor = _LossFunction.apply(same, target, weight, make)
     return loss
 
 
@@ -361,8 +361,8 @@ def tiled_divided_loss(logits: Any, target: torch.Tensor, own: OwnColumns) -> to
     make = functools.partial(
         DividedLoss, ignore_index=-1, reduction="sum", label_smoothing=0.0, own=own
     )
-    same = _SameLogits.apply(logits)  # type: ignore[no-untyped-call]
-    loss: torch.Tensor = _LossFunction.apply(same, target, None, make)  # type: ignore[no-untyped-call]
+    same = _SameLogits.apply(logits)
+    loss: torch.Tensor = _LossFunction.apply(same, target, None, make)
     return loss
 
 

@@ -114,7 +114,7 @@ class DeferringForward(OwnForward):
             if self._tile_logits == "auto" and 0 < asked < (rows or all_rows):
                 rows = asked
             if rows:
-                logits: torch.Tensor = HeadFunction.apply(  # type: ignore[no-untyped-call]
+                logits: torch.Tensor = HeadFunction.apply(
                     hidden, module.weight, module.bias, self._head, module, rows
                 )
                 return logits

@@ -342,14 +342,14 @@ class _Choices(TorchDispatchMode):
     """
 
     def __init__(self, chosen: list[torch.Tensor], *, again: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._chosen = chosen
         self._again = again
         self._next = 0
 
     def __enter__(self) -> _Choices:
         self._next = 0
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __torch_dispatch__(

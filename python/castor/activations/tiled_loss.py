@@ -404,7 +404,7 @@ def _begin_graph(values: torch.Tensor) -> tuple[torch.Tensor, GradientEdge]:
     """(the values, requiring a gradient; what to ask for it)."""
     anchor = torch.empty((), requires_grad=True)
     with torch.enable_grad():
-        start: torch.Tensor = _GraphBegins.apply(anchor, values)  # type: ignore[no-untyped-call]
+        start: torch.Tensor = _GraphBegins.apply(anchor, values)
     return start, get_gradient_edge(start)
 
 

@@ -304,7 +304,7 @@ class _Origins(TorchDispatchMode):
     """Finds out which tensors of a model others are made of: by the memory of meta tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._keys = {_memory(tensor): {key: None} for key, tensor in tensors.items()}
         self._alive: list[Any] = [tensors]
 

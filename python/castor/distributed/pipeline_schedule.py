@@ -219,7 +219,7 @@ class _PipelineStage(PipelineStage):
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Returns the gradient for the stage before, on this rank."""
         local = super().get_local_bwd_output
-        return local(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+        return local(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Takes the gradient of the stage behind, on this rank."""

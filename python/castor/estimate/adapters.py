@@ -67,7 +67,7 @@ def _pack(layer: Any, shape: torch.Size) -> None:
 
 
 def _product(layer: Any, shape: torch.Size, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = _FourBitProduct.apply(x, layer.weight, shape)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _FourBitProduct.apply(x, layer.weight, shape)
     return out if layer.bias is None else out + layer.bias
 
 

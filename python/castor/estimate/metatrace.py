@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):
     """Sees each operator: its work, and the storages that it makes."""
 
     def __init__(self, held: list[torch.Tensor], results: Results) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.moments: list[Moment] = []
         self.live_bytes = 0
         self.events: _C.StepEvents | None = None

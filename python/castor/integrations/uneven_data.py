@@ -227,6 +227,6 @@ def multiply_gradients(output: Any, factor: float) -> Any:
         return output
     return tree_map_only(
         torch.Tensor,
-        lambda one: _Multiplied.apply(one, factor) if one.requires_grad else one,  # type: ignore[no-untyped-call]
+        lambda one: _Multiplied.apply(one, factor) if one.requires_grad else one,
         output,
     )

@@ -86,7 +86,7 @@ class _RecordingMode(TorchDispatchMode):
     """Sees every operation of its thread."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recording = recording
 
     def __torch_dispatch__(
