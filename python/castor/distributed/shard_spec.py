@@ -1,4 +1,4 @@
-"""How parameters are sharded over tensor-parallel ranks."""
+"""Shard specifications: a parameter and its shards over tensor-parallel ranks."""
 
 from __future__ import annotations
 
