@@ -353,18 +353,18 @@ def uses(directory: Path) -> None:
 def _sums(case: Case) -> list[int]:
     """Of hidden states, in a forward pass and in a backward pass."""
     boosted, sums = boost(case, 2), []
-    total = TensorRanks.sum
+    total = TensorRanks.all_reduce
 
     def counted(ranks: TensorRanks, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim > 2:
             sums.append(tensor)
         return total(ranks, tensor)
 
-    TensorRanks.sum = counted  # type: ignore[method-assign]
+    TensorRanks.all_reduce = counted  # type: ignore[method-assign]
     loss = case.loss(boosted.model(**case.batch(0)), case.batch(0))
     forward = len(sums)
     boosted.booster.backward(loss, boosted.optimizer)
-    TensorRanks.sum = total  # type: ignore[method-assign]
+    TensorRanks.all_reduce = total  # type: ignore[method-assign]
     return [forward, len(sums) - forward]
 
 

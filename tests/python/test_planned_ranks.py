@@ -116,7 +116,7 @@ def test_ranks_exchange_and_keep_what_is_planned(name: str, passes: Any) -> None
     exchanged = [tuple(one) for one in measured["sent"]]
     if "recomputed" in name:  # the first block, whose output was compared, runs again to its end
         (last,) = Counter(exchanged) - Counter(expected)
-        assert last == ("exchange" if "tokens" in name else "sum", 4 * 32 * 32 * 4)
+        assert last == ("all_to_all" if "tokens" in name else "all_reduce", 4 * 32 * 32 * 4)
         exchanged.remove(last)
         expected, exchanged = sorted(expected), sorted(exchanged)
     assert exchanged == expected
