@@ -21,7 +21,7 @@ import torch
 NURSERY = Path(__file__).parent / "nursery.py"
 
 _LEAKS = re.compile(r"^nanobind: leaked .*?refleaks\.html\n?", re.DOTALL | re.MULTILINE)
-"""The triton of torch 2.15 reports them at the end of a process that was forked behind gc.freeze()."""
+"""Printed by the triton of torch 2.15 at the end of a process that was forked after gc.freeze()."""
 
 Scenario = Callable[[Path], None]
 """Of the directory that the ranks share."""
