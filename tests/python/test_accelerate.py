@@ -239,7 +239,7 @@ def test_a_batch_that_the_budget_has_no_room_for_is_made_smaller() -> None:
     tried: list[int] = []
 
     def search(accelerator: Accelerator) -> float:
-        @find_executable_batch_size(starting_batch_size=32)
+        @find_executable_batch_size(starting_batch_size=7)
         def train(batch_size: int) -> float:
             tried.append(batch_size)
             accelerator.free_memory()
@@ -257,8 +257,8 @@ def test_a_batch_that_the_budget_has_no_room_for_is_made_smaller() -> None:
         return float(train())
 
     assert search(on_castor()(cpu=True)) > 0
-    assert tried[0] == 32
-    assert 2 <= tried[-1] < 32
+    assert tried[0] == 7
+    assert 2 <= tried[-1] < 7
     with pytest.raises(castor.OutOfMemoryError, match="give device_memory at least"):
         search(on_castor(device_memory="8KiB")(cpu=True))  # no batch is at fault
 
