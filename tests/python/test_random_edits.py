@@ -22,8 +22,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import castor
 import grids
-import simulated_gpu
-from simulated import compute_on_gpu
+from accelerator import ACCELERATORS, Accelerator
 from test_given_memory import EDITORS as PARAMETER_EDITS
 from test_given_memory import by_alias, by_vector, loss_of, network
 from test_optimizer_edits import STATE_EDITS, ordinary_dict, params_of, viewed
@@ -341,21 +340,14 @@ def drawn(seed: int, settings: list[dict[str, Any]], tmp_path: Path, *, fused: A
     draw = random.Random(seed)
     make = draw.choice(OPTIMIZERS)
     own_step = make.func not in fused  # type: ignore[attr-defined]
-    chosen = draw.choice(
-        [
-            one
-            for one in settings
-            if not own_step or not {*one} & {"nvme_offload_fraction", "overlap"}
-        ]
-    )
+    if own_step:
+        settings = [one for one in settings if not {*one} & {"nvme_offload_fraction", "overlap"}]
+    chosen = draw.choice(settings)
     if "nvme_offload_fraction" in chosen:
         chosen = {"nvme_path": tmp_path, **chosen}
     kinds, weights = zip(*ACTIONS, strict=True)
-    return (
-        make,
-        chosen,
-        [(kind.__name__, kind(draw)) for kind in draw.choices(kinds, weights, k=40)],
-    )
+    script = [(kind.__name__, kind(draw)) for kind in draw.choices(kinds, weights, k=40)]
+    return make, chosen, script
 
 
 def compare(mine: Run, theirs: Run, script: list[tuple[str, Action]], where: str) -> None:
@@ -402,17 +394,16 @@ def test_random_edits_are_as_in_plain_pytorch(seed: int, tmp_path: Path) -> None
     compare(boosted, plain, script, f"seed {seed}, {settings}")
 
 
+@pytest.mark.parametrize("gpu", ACCELERATORS[1:], indirect=True)
 @pytest.mark.parametrize("seed", range(500 if grids.WHOLE else 20))
 def test_random_edits_on_a_gpu_are_as_in_plain_pytorch(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: Accelerator, seed: int, tmp_path: Path
 ) -> None:
-    compute_on_gpu(monkeypatch)
     make, settings, script = drawn(seed, ON_A_GPU, tmp_path, fused={AdamW, Adam})
     plain, boosted = start(make), start(make)
     plain.aliases_follow = boosted.aliases_follow = False
     boost(boosted, **settings)
     compare(boosted, plain, script, f"seed {seed}, {settings}")
-    simulated_gpu.rest()
 
 
 @pytest.mark.parametrize("seed", range(500 if grids.WHOLE else 20))

@@ -87,9 +87,9 @@ def test_a_budget_that_nothing_fits_names_what_would_do(name: str) -> None:
 def simulated_model(case: Case) -> dict[int, int]:
     """Bytes that a step needs, by pieces of MLPs, with logits in the smallest pieces."""
     boosted = boost(case.model(), activations="auto")
-    paper = engine_of(boosted.model).blocks._tight._paper  # type: ignore[attr-defined]
-    ladder = paper._ladder((4, 256))
-    return {pieces.tiles: paper._need((4, 256), pieces).total_bytes for pieces in ladder}
+    simulated = engine_of(boosted.model).blocks._tight._simulated  # type: ignore[attr-defined]
+    ladder = simulated._ladder((4, 256))
+    return {pieces.tiles: simulated._need((4, 256), pieces).total_bytes for pieces in ladder}
 
 
 @of_the_cpu

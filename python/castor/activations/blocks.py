@@ -20,7 +20,7 @@ from castor.activations.caches import refuse_filled_caches
 from castor.activations.gate import Gate
 from castor.activations.offload import OffloadingCall
 from castor.activations.recompute import Recomputation, RecomputingCall, routes
-from castor.activations.tight import Paper, Tight
+from castor.activations.tight import StepSimulator, Tight
 from castor.activations.tiles import TiledForward, is_tiled, tile_mlps, tiled_parts
 from castor.config import Activations, BlockChoice, GeminiConfig
 from castor.errors import OutOfMemoryError, UsageError
@@ -102,7 +102,7 @@ class Blocks(BlockPolicy):
         self,
         model: nn.Module,
         engine: Engine,
-        paper: Callable[..., Paper] | None = None,
+        simulated: Callable[..., StepSimulator] | None = None,
         sharing: Sequence[Sharing] = (),
     ) -> None:
         """From now on forwards in training do what was decided. Called once, of a boosted model.
@@ -110,8 +110,8 @@ class Blocks(BlockPolicy):
         Args:
             model: The model.
             engine: Its.
-            paper: Makes steps that are not run (castor.estimate.boosted.SimulatedSteps); None: what
-                a small budget has room for is not looked for.
+            simulated: Makes steps that are not run (castor.estimate.boosted.SimulatedSteps); None:
+                what a small budget has room for is not looked for.
             sharing: Groups of ranks that compute each block together with this one, which "auto"
                 decides for alike.
         """
@@ -128,8 +128,8 @@ class Blocks(BlockPolicy):
                 *(model, engine, self._config, num_blocks, self._offload, self._agreement)
             )
             self._replaced = engine.replaced
-            if paper:
-                self._look_at(model, paper, engine.device.type)
+            if simulated:
+                self._look_at(model, simulated, engine.device.type)
         classes: set[tuple[str, type]] = set()
         put = engine.replaced.put
         compiled = compiled_calls(model)
@@ -180,11 +180,13 @@ class Blocks(BlockPolicy):
 
         return Gate(decision.module, decision.name, recomputation, wanted, self._agreement)
 
-    def _look_at(self, model: nn.Module, paper: Callable[..., Paper], device: str) -> None:
+    def _look_at(
+        self, model: nn.Module, simulated: Callable[..., StepSimulator], device: str
+    ) -> None:
         assert self._auto is not None
         config = self._config
         simulator, options = self._auto.simulated_steps()
-        steps = paper(
+        steps = simulated(
             model,
             simulator=simulator,
             options=options,

@@ -38,7 +38,7 @@ class Pieces:
     """Rows of logits that are computed at once; 0: as many as tile_logits says."""
 
 
-class Paper(Protocol):
+class StepSimulator(Protocol):
     """Steps of a model, every block recomputed, that are not run (castor.estimate.boosted)."""
 
     def fitting(self, shape: Shape) -> Pieces | None:
@@ -53,9 +53,9 @@ class Paper(Protocol):
 class Tight:
     """Watches a model's training forwards, and judges whether the budget is small for them."""
 
-    def __init__(self, model: nn.Module, paper: Paper, device_bytes: int) -> None:
+    def __init__(self, model: nn.Module, simulated: StepSimulator, device_bytes: int) -> None:
         """Takes a model and its device budget."""
-        self._paper = paper
+        self._simulated = simulated
         self._device_bytes = device_bytes
         self._bytes_per_token = _bytes_per_token(model)
         self._largest_module = _largest_module_bytes(model)
@@ -70,7 +70,7 @@ class Tight:
     def explain(self, error: BaseException | None) -> None:
         """Has an error of the device's budget say what would do."""
         if isinstance(error, OutOfMemoryError) and error.tier == "device" and self._shape:
-            error.advise(self._paper.advice(self._shape))
+            error.advise(self._simulated.advice(self._shape))
 
     def is_ample(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], nonmodel_bytes: int
@@ -104,7 +104,7 @@ class Tight:
         samples, tokens = shape
         of_scores = _HEADS * tokens * 4
         rough = samples * tokens * (self._bytes_per_token + of_scores) + 2 * self._largest_module
-        found = None if _ROOM * rough <= self._device_bytes else self._paper.fitting(shape)
+        found = None if _ROOM * rough <= self._device_bytes else self._simulated.fitting(shape)
         if not found:
             return False
         before = self.pieces

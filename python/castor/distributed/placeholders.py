@@ -18,7 +18,7 @@ BIAS = "relative_attention_bias"
 """The embedding that a position bias is made of, in an attention of transformers' T5."""
 
 
-class _Other(nn.Module):
+class _Placeholder(nn.Module):
     """Stands for a module of another rank."""
 
     def __deepcopy__(self, _memo: Any) -> NoReturn:
@@ -34,7 +34,7 @@ class _Other(nn.Module):
         )
 
 
-class PlaceholderBlock(_Other):
+class PlaceholderBlock(_Placeholder):
     """Stands for a block of another stage."""
 
     def __init__(
@@ -57,7 +57,7 @@ class PlaceholderBlock(_Other):
         transfer = self._transfer
         if transfer.send_hidden:
             return transfer.send_hidden(self._index, hidden)
-        at_encoders_end = transfer.encoder_blocks  # EncoderForward hands over what it gives
+        at_encoders_end = transfer.encoder_blocks  # EncoderForward sends its output
         if self._index == transfer.end != at_encoders_end:
             transfer.leave(hidden)
         if self._index == transfer.begin - 1 != at_encoders_end - 1:
@@ -100,7 +100,7 @@ class PlaceholderBiasedBlock(PlaceholderBlock):
 
         Args:
             index: The block's.
-            transfer: On the way.
+            transfer: Hidden states on their way into the stage and out of it.
             row: Numbers of the row's blocks.
             block: What this stands for.
             first: The row's first block.
@@ -158,7 +158,7 @@ def _with_bias_only(attention: nn.Module) -> nn.Module:
     return bare
 
 
-class PlaceholderEnd(_Other):
+class PlaceholderEnd(_Placeholder):
     """Stands for embeddings of the first stage, or norms and heads of the last."""
 
     def __init__(
@@ -167,7 +167,7 @@ class PlaceholderEnd(_Other):
         """Nothing is computed.
 
         Args:
-            transfer: On the way.
+            transfer: Hidden states on their way into the stage and out of it.
             embeds: Whether it stands for embeddings ...
             tokens: ... of tokens.
             width: How many columns the other gives; None: as many as it is given.
@@ -192,7 +192,7 @@ class PlaceholderEnd(_Other):
         return zero.expand(*shape, self._transfer.width)
 
 
-class PlaceholderImages(_Other):
+class PlaceholderImages(_Placeholder):
     """Stands for the embeddings of images of the first stage."""
 
     def __init__(self, transfer: StageTransfer) -> None:

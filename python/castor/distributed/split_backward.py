@@ -26,7 +26,8 @@ from castor import _C
 Enter = Callable[[Sequence[torch.Tensor]], None]
 """Is told of the parameters whose gradients are computed next."""
 
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_functions: Any = torch._C._functions  # whose stub lacks AccumulateGrad up to torch 2.14
+_AccumulateGrad: Any = _functions.AccumulateGrad
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from castor.errors import UsageError
 
@@ -69,10 +69,11 @@ def meeting(text: str, nodes: int, patience: float) -> Iterator[None]:
     try:
         number = store.add("castor/machines", 1)
         store.set(f"castor/machine{number}", socket.gethostname())
-        came = _count(store, "castor/machines", nodes, end)
-        names = sorted(store.get(f"castor/machine{i + 1}").decode() for i in range(came))
-        store.add("castor/met", int(came >= nodes))
-    except (DistError, RuntimeError) as error:
+        if (came := _count(store, "castor/machines", nodes, end)) < nodes:
+            names = sorted(store.get(f"castor/machine{i + 1}").decode() for i in range(came))
+        else:
+            store.add("castor/met", 1)
+    except RuntimeError as error:
         raise UsageError(
             f"the machine at {text} left before {nodes} machines had met there ({error}); see "
             "what it printed, and start the command on all of them again"
@@ -156,7 +157,7 @@ def _join(host: str, port: int, text: str, *, end: float, patience: float, local
             host, port, is_master=False, multi_tenant=True,
             timeout=timedelta(seconds=_HANDSHAKE_SECONDS),
         )  # fmt: skip
-    except (DistError, RuntimeError):
+    except RuntimeError:
         where = "this machine" if local else host
         raise UsageError(
             f"--rendezvous {text}: port {port} of {where} is in use by another program; give "
