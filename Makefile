@@ -82,7 +82,8 @@ help:
 # cores). Not for bench, which measures torch as it comes.
 demo pages pytest pytest-fast whole integration simgpu: export GOMP_SPINCOUNT ?= 1000
 
-demo: $(VENV_STAMPS)/castor
+# What `make install` has built already serves as well.
+demo: $(or $(wildcard $(VENV_STAMPS)/castor),$(VENV_STAMPS)/castor-demo)
 	@$(BIN)/python examples/train_gpt.py --demo
 
 # A warning is an error, which a user's newer compiler may give; a missing simulated device is one, not a skip.
@@ -143,14 +144,23 @@ $(STAMPS)/jemalloc: $(STAMPS)/system scripts/build_jemalloc.sh scripts/debian_so
 
 # A plain install, not an editable one: what is tested is what the wheel holds. CMake's build
 # directory is kept (build/<wheel tag>), so only what changed is compiled.
-$(VENV_STAMPS)/castor: $(VENV_STAMPS)/venv $(STAMPS)/jemalloc pyproject.toml $(CXX_SOURCES) $(PY_SOURCES)
+# $(call install_castor,DEFINITIONS): each definition of CMake, as NAME=VALUE.
+define install_castor
 	@echo "building castor"
-	@PATH="$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --no-index \
-	  --force-reinstall $$(cat $(STAMPS)/jemalloc) \
+	@PATH="$(BIN):$$PATH" scripts/install_castor.sh $(BIN)/python $$(cat $(STAMPS)/jemalloc) \
 	  --config-settings=build-dir='$(BUILD)/{wheel_tag}-torch$(TORCH_MINOR)' \
-	  --config-settings=cmake.define.CASTOR_BUILD_SIMULATED_DEVICE=ON \
-	  --config-settings=cmake.define.CASTOR_WERROR=$${CASTOR_WERROR:-OFF} .
+	  $(1:%=--config-settings=cmake.define.%)
 	@touch $@
+endef
+CASTOR_DEPENDS := $(VENV_STAMPS)/venv $(STAMPS)/jemalloc scripts/install_castor.sh pyproject.toml $(CXX_SOURCES) $(PY_SOURCES)
+
+$(VENV_STAMPS)/castor: $(CASTOR_DEPENDS)
+	$(call install_castor,CASTOR_BUILD_SIMULATED_DEVICE=ON CASTOR_CUDA=AUTO CASTOR_WERROR=$${CASTOR_WERROR:-OFF})
+
+# What training needs and no more: no simulated devices, and kernels where there is a GPU to run them.
+HAS_GPU := $(wildcard /dev/nvidiactl)
+$(VENV_STAMPS)/castor-demo: $(CASTOR_DEPENDS)
+	$(call install_castor,CASTOR_BUILD_SIMULATED_DEVICE=OFF CASTOR_CUDA=$(if $(HAS_GPU),AUTO,OFF) CASTOR_WERROR=OFF)
 
 # The peer of benchmarks/io.py, and what DeepSpeed reads and writes NVMe with.
 $(STAMPS)/io-peers: scripts/setup_system.sh

@@ -179,9 +179,9 @@ class OnV {
 };
 
 /// When what is through which stage.
-class Clock {
+class StageClock {
  public:
-  Clock(const Pipeline& pipeline, std::span<const StageSeconds> stages)
+  StageClock(const Pipeline& pipeline, std::span<const StageSeconds> stages)
       : pipeline_(pipeline),
         stages_(stages),
         done_(2 * stages.size() * pipeline.num_microbatches, kNotYet),
@@ -282,7 +282,7 @@ double pipeline_seconds(const Pipeline& pipeline, std::span<const StageSeconds> 
   for (std::uint32_t rank = 0; rank < pipeline.num_ranks; ++rank) {
     orders.push_back(pipeline_order(pipeline, rank));
   }
-  Clock clock(pipeline, stages);
+  StageClock clock(pipeline, stages);
   std::vector<std::size_t> next(orders.size(), 0);
   for (bool moved = true; moved;) {
     moved = false;

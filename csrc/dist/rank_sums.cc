@@ -7,7 +7,7 @@
 namespace castor {
 namespace {
 
-constexpr std::size_t kWindowBytes = std::size_t{4} << 20;
+constexpr std::size_t kSumWindowBytes = std::size_t{4} << 20;
 /// Up to this size all ranks send all they have, and meet once instead of twice.
 constexpr std::size_t kGatheredBytes = std::size_t{64} << 10;
 
@@ -16,7 +16,7 @@ constexpr std::size_t kGatheredBytes = std::size_t{64} << 10;
 void RankSums::sum(std::span<std::byte> values, ScalarType type) {
   while (!values.empty()) {
     const std::size_t whole = ranks_.size() * size_of(type);  // an element for each rank
-    const std::size_t parts = std::min(values.size(), kWindowBytes) / whole * whole;
+    const std::size_t parts = std::min(values.size(), kSumWindowBytes) / whole * whole;
     const bool gathered = values.size() <= kGatheredBytes || parts == 0;
     const auto piece = values.first(gathered ? values.size() : parts);
     gathered ? sum_gathered(piece, type) : sum_parts(piece, type);

@@ -191,11 +191,12 @@ class FollowingHooks : public at::impl::VariableHooksInterface {
 
 // Every thread has it in its key set, so that kernels for it need no mark on tensors; torch itself
 // has some for operators that make tensors.
-constexpr c10::DispatchKey kKey = c10::DispatchKey::BackendSelect;
+constexpr c10::DispatchKey kResultKey = c10::DispatchKey::BackendSelect;
 
 void call_next(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                ::torch::jit::Stack* stack) {
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kResultKey),
+                     stack);
 }
 
 /// The storages that an operator writes, by its schema; noted when the operator is over, or failed.
@@ -298,11 +299,11 @@ class Operators final : public c10::OpRegistrationListener {
   }
   static void follow(const c10::OperatorName& name) {
     const auto op = c10::Dispatcher::singleton().findSchema(name);
-    if (!op || !writes(op->schema()) || op->hasKernelForDispatchKey(kKey)) {
+    if (!op || !writes(op->schema()) || op->hasKernelForDispatchKey(kResultKey)) {
       return;
     }
     if (name.name == "aten::set_") {
-      give(name, kKey, c10::KernelFunction::makeFromBoxedFunction<&follow_result>());
+      give(name, kResultKey, c10::KernelFunction::makeFromBoxedFunction<&follow_result>());
       return;
     }
     const bool composite = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
@@ -311,8 +312,8 @@ class Operators final : public c10::OpRegistrationListener {
       return;  // it counts, or calls what counts
     }
     if (composite) {
-      // Autograd's keys come first and would run the kernel. It is reached behind kKey all the
-      // same, and what it calls starts anew with all keys.
+      // Autograd's keys come first and would run the kernel. It is reached behind kResultKey all
+      // the same, and what it calls starts anew with all keys.
       for (const c10::DispatchKey key :
            {c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA,
             c10::DispatchKey::AutogradPrivateUse1}) {
@@ -321,7 +322,7 @@ class Operators final : public c10::OpRegistrationListener {
         }
       }
     }
-    give(name, kKey, c10::KernelFunction::makeFromBoxedFunction<&note_writes>());
+    give(name, kResultKey, c10::KernelFunction::makeFromBoxedFunction<&note_writes>());
   }
   static void give(const c10::OperatorName& name, c10::DispatchKey key,
                    c10::KernelFunction kernel) {

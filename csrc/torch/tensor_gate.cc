@@ -21,7 +21,7 @@
 namespace castor {
 namespace {
 
-constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
+constexpr c10::DispatchKey kGateKey = c10::DispatchKey::DeferredInit;
 
 /// The key set of a tensor is a protected member without a setter for this key. Threads that read
 /// the tensor look at it while others change it.
@@ -32,16 +32,18 @@ struct KeySet : c10::TensorImpl {
 };
 
 [[nodiscard]] bool marked(const at::TensorBase& tensor) {
-  return KeySet::of(tensor).load().has(kKey);
+  return KeySet::of(tensor).load().has(kGateKey);
 }
 void mark(const at::TensorBase& tensor) {
   const auto keys = KeySet::of(tensor);
-  for (c10::DispatchKeySet old = keys.load(); !keys.compare_exchange_weak(old, old.add(kKey));) {
+  for (c10::DispatchKeySet old = keys.load();
+       !keys.compare_exchange_weak(old, old.add(kGateKey));) {
   }
 }
 void unmark(const at::TensorBase& tensor) {
   const auto keys = KeySet::of(tensor);
-  for (c10::DispatchKeySet old = keys.load(); !keys.compare_exchange_weak(old, old.remove(kKey));) {
+  for (c10::DispatchKeySet old = keys.load();
+       !keys.compare_exchange_weak(old, old.remove(kGateKey));) {
   }
 }
 
@@ -190,7 +192,7 @@ void check_synchronous(const c10::OperatorHandle& op) {
 void pass_arguments(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                     ::torch::jit::Stack* stack) {
   Visits visits;
-  c10::DispatchKeySet rest = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  c10::DispatchKeySet rest = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kGateKey);
   for_torch([&] {
     const GilRelease released;  // some of torch's functions keep it
     Uses uses;
