@@ -12,7 +12,7 @@ pytestmark = pytest.mark.browser
 
 WIDE, NARROW = (1400, 900), (390, 844)
 STEP_PLOTS = ("memory", "host", "residency", "transfers", "stalls")
-TRAINING_PLOTS = ("loss", "rate")
+TRAINING_PLOTS = ("loss", "rate", "learning-rate", "gradient-norm")
 
 # How much of a plot's picture is not of one colour, in the paths of its SVG and in its canvas.
 INK = """(() => {

@@ -37,7 +37,7 @@ def history_of(output: Any, *args: Any, **kwargs: Any) -> StepRecord:
     history, model = StepHistory(), Recorder(output)
     history.watch(model)
     model(*args, **kwargs)
-    history.step_ended(FIGURES, skipped=False)
+    history.step_ended(FIGURES, skipped=False, learning_rate=0.1, gradient_norm=None)
     return history.records[0]
 
 
@@ -165,7 +165,7 @@ def test_losses_on_a_device_are_read_when_asked_for(monkeypatch: pytest.MonkeyPa
     )
     for i in range(history_module._MAX_UNREAD + 3):
         history.loss_given(torch.tensor(float(i)))
-        history.step_ended(FIGURES, skipped=False)
+        history.step_ended(FIGURES, skipped=False, learning_rate=0.1, gradient_norm=None)
     assert read == [history_module._MAX_UNREAD], "no step waits for the device but one in many"
     assert [record.loss for record in history.records] == list(
         range(history_module._MAX_UNREAD + 3)
@@ -177,7 +177,7 @@ def test_memory_is_bounded_and_the_beginning_stays() -> None:
     steps = 3 * history_module.MAX_RECORDS
     for i in range(steps):
         history.loss_given(torch.tensor(float(i)))
-        history.step_ended(FIGURES, skipped=False)
+        history.step_ended(FIGURES, skipped=False, learning_rate=0.1, gradient_norm=None)
     records = history.records
     assert len(records) <= history_module.MAX_RECORDS
     assert records[0].step == 1

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import castor
 from castor.config.names import FORWARD_ENTER
 from castor.report.html import embedded_json, page, page_data
 from castor.report.source import Source, duration, size, source_of
+from castor.report.verdict import Verdict, verdict_of
 from helpers import (
     Boosted,
     boost,
@@ -292,6 +294,55 @@ def test_losses_that_json_cannot_say_are_gaps(tmp_path: Path) -> None:
 
 
 # --- the text, and errors -----------------------------------------------------------------------
+
+
+def judged(source: Source, **memory: Any) -> Verdict:
+    return verdict_of(replace(source, memory=replace(source.memory, **memory)))
+
+
+def test_the_verdict_of_a_run_without_faults_says_what_it_took(source: Source) -> None:
+    share = source.memory.peak_device_bytes / source.memory.device_budget_bytes
+    text = verdict_of(source).text
+    assert size(source.memory.peak_device_bytes) in text
+    assert f"({share:.0%})" in text
+    assert f"{source.waited_ns() / source.step.end_ns:.1%} of the last step waited" in text
+
+
+def test_the_verdict_advises_by_what_went_wrong(source: Source) -> None:
+    steps = source.memory.steps
+    assert "another order than the plan" in judged(source, divergent_steps=steps).advice[0]
+    totals = replace(source.totals, skipped_steps=2, steps=4)
+    assert "2 of 4 updates were skipped" in verdict_of(replace(source, totals=totals)).advice[0]
+    *before, last = source.records
+    lost = replace(source, records=[*before, replace(last, loss=float("nan"))])
+    assert f"The loss of step {last.step} is nan" in verdict_of(lost).advice[0]
+    for bad in (judged(source, divergent_steps=steps), verdict_of(lost)):
+        assert not bad.good
+        assert bad.text.startswith("Can run better")
+
+
+def test_the_verdict_tells_of_a_budget_that_stays_free() -> None:
+    roomy = boost(tower(), "1GiB")
+    for _ in range(3):
+        roomy.step(roomy.model(**tower_batch(0)))
+    verdict = verdict_of(source_of(roomy.model))
+    if verdict.good:  # a small step on a busy machine may wait for a tenth of its time
+        (advice,) = verdict.advice
+        assert "of the device budget stayed free" in advice
+
+
+def test_the_page_has_learning_rates_and_norms(tmp_path: Path) -> None:
+    boosted = boost(tower(), max_norm=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(boosted.optimizer, step_size=1, gamma=0.5)
+    norms = []
+    for _ in range(3):
+        boosted.step(boosted.model(**tower_batch(0)))
+        norms.append(boosted.booster.report().gradient_norm)
+        scheduler.step()
+    history = page_data(source_of(boosted.model))["history"]
+    first = history["learningRate"][0]
+    assert history["learningRate"] == [first, first / 2, first / 4]
+    assert history["gradientNorm"] == norms
 
 
 def test_the_summary_says_where_the_step_waited() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 from castor.cli import app
 from castor.errors import UsageError
+from castor.estimate.layout_report import BOUNDS
 from castor.estimate.scaling import Point, first_that_fits, scaling, sizes
 from castor.estimate.scaling_page import scaling_page
 from test_layouts import FIGURES, cluster, config_file, search
@@ -88,7 +91,7 @@ class _Structure(HTMLParser):
 
 def test_the_page_has_what_the_curves_have_and_loads_nothing(config: Path) -> None:
     found = scaling(search(config), cluster(), most=4)
-    page = scaling_page(found, "a <model>", ["a & b"])
+    page = scaling_page(found, "Model", "a <model>", ["a & b"])
     structure = _Structure(page)
     assert not structure.open
     assert {"script", "link", "img"}.isdisjoint(structure.seen)
@@ -99,10 +102,22 @@ def test_the_page_has_what_the_curves_have_and_loads_nothing(config: Path) -> No
         assert f"{point.tokens_per_second:,.0f}" in structure.cells
 
 
+def test_every_share_of_a_step_has_a_colour_and_a_name_of_its_own(config: Path) -> None:
+    page = scaling_page(scaling(search(config), cluster(), most=2), "Model", "t", [])
+    colours = re.findall(r"fill:var\((--[a-z_]+)\)\"/></svg>([^<]+)</span>", page)
+    assert len(colours) == 2 * len(BOUNDS)
+    assert len(dict(colours)) == len({name for _, name in colours}) == len(BOUNDS)
+    css = (resources.files("castor.report") / "page" / "page.css").read_text()
+    values = [re.findall(rf"{colour}: (#[0-9a-f]+);", css) for colour in dict(colours)]
+    assert len({light for light, _ in values}) == len(BOUNDS), "in the light theme"
+    assert len({dark for _, dark in values}) == len(BOUNDS), "in the dark theme"
+
+
 def test_a_page_of_points_of_which_some_or_all_have_no_room(config: Path) -> None:
     fitting = scaling(search(config), cluster(), most=4)
     lacking = Point(ranks=1, batch=2, sequence=32, cost=None)
-    some = scaling_page(type(fitting)(weak=[lacking, *fitting.weak[1:]], strong=[lacking]), "t", [])
+    points = type(fitting)(weak=[lacking, *fitting.weak[1:]], strong=[lacking])
+    some = scaling_page(points, "Model", "t", [])
     cells = _Structure(some).cells
     assert cells.count("no layout fits") == 2
     assert "100%" in cells  # of the first that fits

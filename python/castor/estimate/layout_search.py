@@ -54,6 +54,8 @@ class LayoutSearch:
         self._passes: dict[Any, StagePass] = {}
         self._wholes: dict[Any, tuple[Whole, Whole]] = {}
         whole = self._model(_WHOLE)
+        self.model_name = type(whole.model).__name__
+        """The class of the model."""
         settings: Any = whole.model.config
         self._heads = int(getattr(settings, "num_attention_heads", 0) or 0)
         self._experts = min(count_experts(whole.model).values(), default=0)

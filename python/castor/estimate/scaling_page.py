@@ -11,7 +11,7 @@ from castor.estimate.layout_report import BOUNDS, ranks_of, schedule_of
 from castor.estimate.scaling import Point, Scaling, first_that_fits
 
 _WIDTH, _HEIGHT = 640, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 14, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 14, 48
 _FEW_DECADES = 3
 _COLOURS = {
     "compute": "--param",
@@ -19,19 +19,29 @@ _COLOURS = {
     "reduce": "--demand",
     "copies": "--exp_avg",
     "update": "--master",
-    "nvme": "--remainder",
+    "nvme": "--scales",
     "bubble": "--nonmodel",
     "processors": "--exp_avg_sq",
 }
 """The page's, of what a step is busy with."""
 
 
-def scaling_page(found: Scaling, title: str, remarks: Sequence[str]) -> str:
+_LINES = {"simulated": "series", "linear": "budget"}
+"""Legend of the speeds: names of lines, and their classes in page.css."""
+_STYLE = """
+.plot svg text { font-size: 13px; }
+@media (max-width: 560px) { .plot svg text { font-size: 22px; } }
+"""
+"""Charts are as wide as the page, and their texts with them: larger ones on a telephone."""
+
+
+def scaling_page(found: Scaling, model: str, title: str, remarks: Sequence[str]) -> str:
     """The page's text.
 
     Args:
         found: The curves.
-        title: The model and the cluster, in a line.
+        model: The class of the model.
+        title: Its size and the cluster, in a line.
         remarks: What holds of all of it, a paragraph each.
     """
     style = (resources.files("castor.report") / "page" / "page.css").read_text(encoding="utf-8")
@@ -48,14 +58,13 @@ def scaling_page(found: Scaling, title: str, remarks: Sequence[str]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>castor scaling: {escape(title)}</title>
+<title>castor scaling: {escape(model)}, {escape(title)}</title>
 <style>
-{style}
-</style>
+{style}{_STYLE}</style>
 </head>
 <body>
 <main>
-<header><h1>Simulated scaling</h1><p>{escape(title)}</p></header>
+<header><h1>Simulated scaling of {escape(model)}</h1><p>{escape(title)}</p></header>
 {sections}
 <section class="card" aria-label="Remarks">{notes}</section>
 </main>
@@ -70,8 +79,9 @@ def _section(name: str, how: str, points: list[Point]) -> str:
         charts = '<p class="empty">The model fits on none of these.</p>'
     else:
         charts = (
-            f'<div class="pair"><div><h3>Tokens per second</h3>{_speeds(points, first)}</div>'
-            f"<div><h3>What a step is busy with</h3>{_shares(points)}</div></div>{_legend()}"
+            f'<div class="pair"><div><h3>Tokens per second</h3>{_legend_of_lines()}'
+            f"{_speeds(points, first)}</div><div><h3>Shares of a step's time</h3>{_legend()}"
+            f"{_shares(points)}</div></div>"
         )
     return (
         f'<section class="card"><h2>{name}</h2><p class="note">{how}</p>{charts}'
@@ -134,6 +144,15 @@ def _shares(points: list[Point]) -> str:
     return _svg("".join(parts), "shares of a step's seconds over ranks")
 
 
+def _legend_of_lines() -> str:
+    entries = "".join(
+        f'<span class="plot" style="width:auto"><svg width="22" height="10" aria-hidden="true">'
+        f'<path class="{line}" fill="none" d="M1 5H21"/></svg>{name}</span>'
+        for name, line in _LINES.items()
+    )
+    return f'<div class="legend">{entries}</div>'
+
+
 def _legend() -> str:
     entries = "".join(
         f'<span><svg width="10" height="10" aria-hidden="true"><rect width="10" height="10" rx="2" '
@@ -176,7 +195,7 @@ def _places(count: int) -> list[float]:
 def _axis(points: list[Point]) -> str:
     bottom = _HEIGHT - _BOTTOM
     ticks = "".join(
-        f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{point.ranks}</text>'
+        f'<text x="{x:.1f}" y="{bottom + 21}" text-anchor="middle">{point.ranks}</text>'
         for point, x in zip(points, _places(len(points)), strict=True)
     )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2

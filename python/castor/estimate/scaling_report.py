@@ -65,12 +65,12 @@ def scale_and_show(
         f"{search.parameters / 1e9:.2f}B parameters, {workload.sequence} tokens a sample, "
         f"{workload.precision}, on nodes of {on.ranks_per_node} ranks, each: {on.machine.name}"
     )
-    console.print(escape(title))
+    console.print(escape(f"{search.model_name}, {title}"))
     for name, points in (("weak scaling", found.weak), ("strong scaling", found.strong)):
         console.print(_table(name, points))
     if output is not None:
         with os_errors(output, "write"):
-            write_file(output, [scaling_page(found, title, _REMARKS).encode()])
+            write_file(output, [scaling_page(found, search.model_name, title, _REMARKS).encode()])
         console.print(f"A page of this is in {escape(str(output))}.")
     return found
 

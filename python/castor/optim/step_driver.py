@@ -191,8 +191,8 @@ class ModelStep:
             engine.buffers.share({number for of_rank in written for number in of_rank})
         return norm
 
-    def taken_by(self, driver: StepDriver, *, skipped: bool) -> None:
-        """The driver has updated its parameters, or left the update out."""
+    def taken_by(self, driver: StepDriver, optimizer: Optimizer, *, skipped: bool) -> None:
+        """Notes that the driver of an optimizer has updated its parameters, or left that out."""
         first = not self._taken_by
         self._taken_by.add(driver)
         self.engine.updates += 1
@@ -202,7 +202,12 @@ class ModelStep:
         self.engine.session.finish_step()
         self.engine.blocks.step_ended()
         self.engine.step_skipped = skipped
-        self.engine.history.step_ended(self.engine.session.step_figures(), skipped=skipped)
+        self.engine.history.step_ended(
+            self.engine.session.step_figures(),
+            skipped=skipped,
+            learning_rate=_learning_rate_of(optimizer),
+            gradient_norm=self.engine.gradient_norm,
+        )
         if skipped:
             self.engine.skipped_steps += 1
             self._tell_of_skip()
@@ -389,7 +394,7 @@ class StepDriver:
         result = None
         if scale is not None:
             result = self._run_own_step(optimizer, args, kwargs, scale, None)
-        self.model_step.taken_by(self, skipped=scale is None)
+        self.model_step.taken_by(self, optimizer, skipped=scale is None)
         return result if closure is None else loss
 
     def _fused_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -405,7 +410,7 @@ class StepDriver:
             self.engine.session.update(groups, self._members.group_of, scale)
             if self._digests:
                 self._digests.tell()
-        self.model_step.taken_by(self, skipped=scale is None)
+        self.model_step.taken_by(self, optimizer, skipped=scale is None)
         self.model_step.shown_states.show(optimizer)
         return loss
 
@@ -482,7 +487,7 @@ class StepDriver:
         result = None
         if scale is not None:
             result = self._run_own_step(optimizer, args, kwargs, scale, evaluate)
-        self.model_step.taken_by(self, skipped=scale is None)
+        self.model_step.taken_by(self, optimizer, skipped=scale is None)
         return result
 
     def _look_at(self, optimizer: Optimizer) -> None:
@@ -507,6 +512,13 @@ def _frames_of_step() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
         frame, count = frame.f_back, count + 1
     return count
+
+
+def _learning_rate_of(optimizer: Optimizer) -> float | None:
+    rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+    if isinstance(rate, torch.Tensor) and rate.numel() == 1:
+        rate = rate.item()
+    return float(rate) if isinstance(rate, int | float) else None
 
 
 def _options_of(optimizer: Optimizer) -> dict[str, Any]:

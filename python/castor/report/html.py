@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import time
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from castor.booster import Booster
 from castor.checkpoint.files import write_file
 from castor.config.names import EVENT_KINDS, TRANSFER_CAUSES
 from castor.report.source import GUIDANCE, PAYLOAD_NAMES, Source, source_of
+from castor.report.verdict import verdict_of
+from castor.runtime.report import size
 
 KINDS = ("fetch", "eviction", "gradient")
 _SCRIPTS = ("base.js", "step.js", "transfers.js", "training.js", "page.js")
@@ -24,9 +27,10 @@ _SCRIPTS = ("base.js", "step.js", "transfers.js", "training.js", "page.js")
 def write_html(path: str | Path, target: Booster | nn.Module) -> Path:
     """Writes a page to look into the last finished step and the run so far.
 
-    It shows device memory over the moments of the step against the budget, host memory, where each
-    chunk was, what moved and what waited for it, and loss and speed over the steps. The page is one
-    file, and loads nothing.
+    It begins with a verdict and advice. Then come device memory over the moments of the step
+    against the budget, host memory, where each chunk was, what moved and what waited for it, and
+    loss, speed, learning rate and gradient norm over the steps. The page is one file, and loads
+    nothing.
 
     Args:
         path: The file; its folder exists.
@@ -56,8 +60,12 @@ def write_page(path: Path, source: Source) -> None:
 def page(source: Source) -> str:
     """The page's text."""
     files = resources.files("castor.report") / "page"
+    memory = source.memory
     parts = {
-        "title": html.escape(f"castor: {source.model}, step {source.memory.steps}"),
+        "title": html.escape(
+            f"castor: {source.model}, {source.parameters()}, step {memory.steps:,} within "
+            f"{size(memory.device_budget_bytes)}"
+        ),
         "style": (files / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join((files / name).read_text(encoding="utf-8") for name in _SCRIPTS),
         "data": embedded_json(page_data(source)),
@@ -80,8 +88,13 @@ def page_data(source: Source) -> dict[str, Any]:
     """Returns the data that the page's script draws: ns, bytes, and tables as columns."""
     step, memory = source.step, source.memory
     samples, on_device = step.memory(), step.on_device()
+    verdict = verdict_of(source)
     return {
         "model": source.model,
+        "parameters": source.parameters(),
+        "setting": source.setting(),
+        "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "verdict": {"good": verdict.good, "text": verdict.text, "advice": verdict.advice},
         "version": _C.__version__,
         "step": memory.steps,
         "guidance": GUIDANCE[step.guidance],
@@ -150,6 +163,8 @@ def _history(source: Source) -> dict[str, Any]:
             for n, record in zip(counts, records, strict=True)
         ],
         "seconds": [_finite(record.seconds) for record in records],
+        "learningRate": [_finite(record.learning_rate) for record in records],
+        "gradientNorm": [_finite(record.gradient_norm) for record in records],
         "skipped": [record.step for record in records if record.skipped],
         "peak": [record.peak_device_bytes for record in records],
         "h2d": [record.h2d_bytes for record in records],

@@ -55,6 +55,26 @@ class Source:
         """Names of the parameters."""
         return self.engine.names
 
+    def parameters(self) -> str:
+        """The number of parameters, as "42.6M parameters"."""
+        count = sum(param.numel() for param in self.engine.params)
+        where = " on this rank" if self.engine.among else ""
+        for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+            if count >= unit:
+                return f"{count / unit:.1f}{name} parameters{where}"
+        return f"{count} parameters{where}"
+
+    def setting(self) -> str:
+        """Precision, device and the batch of the last step, in words."""
+        words = [self.engine.settings.precision, f"device {self.engine.device}"]
+        if self.memory.ranks > 1:
+            words.append(f"rank {self.memory.rank} of {self.memory.ranks}")
+        last = self.records[-1] if self.records else None
+        if last and last.samples:
+            of = f" of {last.tokens / last.samples:,.0f} tokens" if last.tokens else ""
+            words.append(f"{last.samples:,} samples{of} a step")
+        return ", ".join(words)
+
     def module_at(self, moment: int) -> str:
         """The module whose enter a moment is; inference in the middle of a step has no moments."""
         event = self.step.moments[moment]

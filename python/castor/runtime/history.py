@@ -37,6 +37,11 @@ class StepRecord:
     """Elements of `input_ids`; 0 where the model takes none."""
     skipped: bool
     """Whether the update was left out because a gradient was not finite."""
+    learning_rate: float | None
+    """Of the first group of the optimizer that stepped; None where its groups have no "lr"."""
+    gradient_norm: float | None
+    """L2 norm of all gradients as the step finds them, before max_norm clips; None where nothing
+    asks for it (max_norm=0 and nonfinite="ignore")."""
     peak_device_bytes: int
     h2d_bytes: int
     d2h_bytes: int
@@ -107,13 +112,22 @@ class StepHistory:
         if _is_loss(loss):
             self._given.append(_reading(loss))
 
-    def step_ended(self, figures: tuple[int, int, int], *, skipped: bool) -> None:
+    def step_ended(
+        self,
+        figures: tuple[int, int, int],
+        *,
+        skipped: bool,
+        learning_rate: float | None,
+        gradient_norm: float | None,
+    ) -> None:
         """Closes the step.
 
         Args:
             figures: Peak device bytes of the step, and the bytes copied to and from the device
                 since boost.
             skipped: Whether the update was left out.
+            learning_rate: See StepRecord.
+            gradient_norm: See StepRecord.
         """
         peak_device_bytes, h2d_bytes, d2h_bytes = figures
         seconds = None if self._started is None else time.perf_counter() - self._started
@@ -138,6 +152,8 @@ class StepHistory:
                 samples=self._samples,
                 tokens=self._tokens,
                 skipped=skipped,
+                learning_rate=learning_rate,
+                gradient_norm=gradient_norm,
                 peak_device_bytes=peak_device_bytes,
                 h2d_bytes=h2d_bytes - self._h2d_bytes,
                 d2h_bytes=d2h_bytes - self._d2h_bytes,

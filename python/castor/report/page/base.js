@@ -98,7 +98,7 @@ const axis = {
   },
   // [position, label] of each tick.
   ticks(width) {
-    const count = Math.max(2, Math.floor(width / 90));
+    const count = Math.max(4, Math.floor(width / 90));
     if (this.mode === "moments") {
       const values = ticks(0, this.moments.length, count).filter((value) => Number.isInteger(value));
       return values.map((value) => [value / this.moments.length, number(value, 0)]);
@@ -114,7 +114,7 @@ const axis = {
 };
 
 /* A plot: an SVG of the container's width with room for axes around [left, left + width]. */
-function plot(id, height, { top = 8, bottom = 22 } = {}) {
+function plot(id, height, { top = 8, bottom = 36 } = {}) {
   const container = byId(id);
   container.replaceChildren();
   const full = Math.floor(container.clientWidth);
@@ -129,15 +129,16 @@ function horizontalAxis(frame, marks, title) {
   const { svg, left, top, width, height } = frame;
   const base = top + height;
   shape(svg, "line", { class: "frame", x1: left, x2: left + width, y1: base, y2: base });
-  const titleWidth = 7 * title.length + 10;
+  let free = -Infinity; // where the last label ends
   for (const [position, label] of marks) {
-    const x = left + position * width;
+    const x = left + position * width, half = 3.5 * label.length;
     shape(svg, "line", { class: "frame", x1: x, x2: x, y1: base, y2: base + 4 });
-    if (x + 4 * label.length < left + width - titleWidth || position === 0) {
-      shape(svg, "text", { x, y: base + 16, "text-anchor": "middle" }, label);
-    }
+    const middle = Math.min(x, left + width + 8 - half); // the last one stays within the plot
+    if (middle - half < free + 6) continue;
+    shape(svg, "text", { x: middle, y: base + 16, "text-anchor": "middle" }, label);
+    free = middle + half;
   }
-  shape(svg, "text", { x: left + width, y: base + 16, "text-anchor": "end" }, title);
+  shape(svg, "text", { x: left + width / 2, y: base + 31, "text-anchor": "middle" }, title);
 }
 
 // `values` are in units of the axis; `place` turns one into a y coordinate.

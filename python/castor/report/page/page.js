@@ -1,13 +1,23 @@
+// A number and its unit stay on one line.
+const withUnits = (text) => text.replace(/(\d) (?=[KMGT]iB|B\b|s\b|ms\b|µs|tokens|samples)/g, "$1\u00a0");
+
 function drawHeader() {
-  byId("title").textContent = data.model;
-  byId("subtitle").textContent =
-    `Step ${number(data.step, 0)} of this run, ${plural(moments.time.length, "moment")}; ${data.guidance}.`;
+  byId("title").textContent = `${data.model}, ${data.parameters}, within ${size(data.budget.device)}`;
+  byId("subtitle").textContent = `${data.setting}. Step ${number(data.step, 0)} of this run, ` +
+    `${plural(moments.time.length, "moment")}; ${data.guidance}. Written on ${data.written}.`;
+  const verdict = byId("verdict");
+  verdict.className = `card ${data.verdict.good ? "good" : "mend"}`;
+  element(verdict, "p", {}, data.verdict.text);
+  if (data.verdict.advice.length > 0) {
+    const advice = element(verdict, "ul");
+    for (const line of data.verdict.advice) element(advice, "li", {}, line);
+  }
   const list = byId("headline");
   for (const [name, value, remark] of data.headline) {
     const figure = element(list, "div");
     element(figure, "dt", {}, name);
-    element(figure, "dd", { class: "value" }, value);
-    element(figure, "dd", { class: "remark" }, remark);
+    element(figure, "dd", { class: "value" }, withUnits(value));
+    element(figure, "dd", { class: "remark" }, withUnits(remark));
   }
   byId("footer").textContent = `castor ${data.version}. Sizes are binary: 1 MiB is 1,048,576 bytes.`;
 }
