@@ -90,8 +90,16 @@ def estimate(
     ] = False,
     nproc: Annotated[int, typer.Option(help="Ranks on a machine; --batch is of each.", min=1)] = 1,
     nodes: Annotated[int, typer.Option(help="Machines with as many ranks.", min=1)] = 1,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            help="What GPUs exchange goes through host memory (host, as castor does today) or "
+            "between GPUs (nccl, which castor does not have yet)."
+        ),
+    ] = None,
     link: Annotated[
-        str | None, typer.Option(help="Of a rank to others of its machine: 300GB/s.")
+        str | None,
+        typer.Option(help="Of a rank to others of its machine, with --transport nccl: 300GB/s."),
     ] = None,
     network: Annotated[
         str | None, typer.Option(help="Of a rank to other machines: 400Gb/s.")
@@ -157,6 +165,7 @@ def _estimate(
     gather_embeddings: bool,
     nproc: int,
     nodes: int,
+    transport: str | None,
     link: str | None,
     network: str | None,
     lora: int | None,
@@ -199,7 +208,9 @@ def _estimate(
         from castor.estimate import data_parallel
         from castor.estimate.cluster import Cluster
 
-        between = {"device": preset, "link": link, "network": network, **figures}
+        between = {
+            "device": preset, "transport": transport, "link": link, "network": network, **figures
+        }  # fmt: skip
         given = {name: value for name, value in between.items() if value is not None}
         if nvme is not None:
             given["nvme_path"] = "."  # which directory is of no interest
@@ -210,7 +221,8 @@ def _estimate(
         else:
             data_parallel.render(of_ranks, workload, cluster, console)
         return of_ranks.fits
-    for name, value in (("link", link), ("network", network)):
+    ways = {"transport": transport, "link": link, "network": network}
+    for name, value in ways.items():
         if value is not None:
             raise UsageError(f"--{name} is between ranks: give --nproc or --nodes as well")
     on = machine(preset, precision=workload.precision, **figures)

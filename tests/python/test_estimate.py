@@ -41,6 +41,7 @@ KEYS = {
     "rows_per_tile",
     "fits_with",
 }
+NCCL = ("--transport", "nccl")
 RTX3090 = ("--preset", "rtx3090")
 
 
@@ -574,13 +575,13 @@ def of_ranks(tmp_path: Path, *arguments: str) -> Any:
 def test_copies_on_ranks_exchange_gradients_and_weights(tmp_path: Path, small: Estimator) -> None:
     """As castor plan has copies of the model; a GPU's ranks send 3 (n - 1) / n of its bytes."""
     parameters = 2 * small.num_parameters
-    two = of_ranks(tmp_path, "--nproc", "2", "--link", "20GB/s", "--batch", "2")
+    two = of_ranks(tmp_path, "--nproc", "2", *NCCL, "--link", "20GB/s", "--batch", "2")
     assert two["fits"]
     assert two["node_bytes"] == pytest.approx(3 / 2 * parameters)
     assert two["network_bytes"] == 0
     assert two["busy_s"]["reduce"] == pytest.approx(two["node_bytes"] / 20e9)
     assert two["tokens_per_s"] == pytest.approx(2 * 2 * 64 / two["step_time_s"])
-    eight = ("--nproc", "4", "--nodes", "2", "--link", "20GB/s", "--network")
+    eight = ("--nproc", "4", "--nodes", "2", *NCCL, "--link", "20GB/s", "--network")
     bits, slow = (of_ranks(tmp_path, *eight, speed) for speed in ("80Gb/s", "1GB/s"))
     assert bits["network_bytes"] == pytest.approx(3 * 7 / 8 * parameters, abs=1)
     assert bits["busy_s"]["reduce"] == pytest.approx(bits["network_bytes"] / 10e9, rel=1e-6)
@@ -592,7 +593,7 @@ def test_copies_on_ranks_exchange_gradients_and_weights(tmp_path: Path, small: E
 
 def test_copies_on_ranks_are_shown(tmp_path: Path) -> None:
     config = write(tmp_path, SMALL)
-    done = run(config, *RTX3090, "--seq", "64", "--nproc", "2", "--link", "20GB/s")
+    done = run(config, *RTX3090, "--seq", "64", "--nproc", "2", *NCCL, "--link", "20GB/s")
     assert done.returncode == 0, done.stderr
     assert "1 x 2 ranks, each 1 x 64 tokens" in done.stdout
     assert re.search(r"sent in a step +[\d.]+ MiB a rank within a node, 0.0 MiB to", done.stdout)
@@ -601,14 +602,16 @@ def test_copies_on_ranks_are_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--nproc", "2"), "link is missing: the bandwidth of a rank"),
+        (("--nproc", "2", *NCCL), "link is missing: the bandwidth of a rank"),
+        (("--nproc", "2", "--link", "20GB/s"), "or give transport: nccl"),
+        (NCCL, "--transport is between ranks: give --nproc or --nodes as well"),
         (("--nodes", "2"), "network is missing"),
         (("--link", "20GB/s"), "--link is between ranks: give --nproc or --nodes as well"),
-        (("--nproc", "2", "--link", "20gb/s"), "or '400Gb/s' for bits"),
-        (("--nproc", "2", "--link", "20GB/s", "--activations", "auto"),
+        (("--nproc", "2", *NCCL, "--link", "20gb/s"), "or '400Gb/s' for bits"),
+        (("--nproc", "2", *NCCL, "--link", "20GB/s", "--activations", "auto"),
          "--activations auto is not predicted of several ranks: keep or recompute is"),
-        (("--nproc", "2", "--link", "20GB/s", "--gather-embeddings"), "--gather-embeddings True"),
-        (("--nproc", "2", "--link", "20GB/s", "--max-prefetch", "2"), "--max-prefetch 2 is not"),
+        (("--nproc", "2", *NCCL, "--link", "20GB/s", "--gather-embeddings"), "--gather-embeddings True"),
+        (("--nproc", "2", *NCCL, "--link", "20GB/s", "--max-prefetch", "2"), "--max-prefetch 2 is not"),
     ],
 )  # fmt: skip
 def test_what_several_ranks_are_not_predicted_with_is_named(

@@ -34,7 +34,7 @@ BLOCKS, WIDTH, VOCAB, TOKENS = 6, 64, 512, 32
 FIGURES: dict[str, Any] = {
     "ranks_per_node": 4, "device_memory": "1GiB", "host_memory": "64GiB", "h2d": "20GB/s",
     "dram": "100GB/s", "flops": "50T", "device_bandwidth": "500GB/s", "link": "100GB/s",
-    "link_latency_us": 5,
+    "link_latency_us": 5, "transport": "nccl",
 }  # fmt: skip
 
 
@@ -58,7 +58,10 @@ def config(tmp_path: Path) -> Path:
 
 
 def cluster(**changes: Any) -> Cluster:
-    return Cluster.of(FIGURES | changes, "fp32")
+    figures = FIGURES | changes
+    if figures.get("device") == "cpu":  # its ranks share memory
+        del figures["transport"]
+    return Cluster.of(figures, "fp32")
 
 
 def search(config: Path, batch: int = 8) -> LayoutSearch:
@@ -398,6 +401,37 @@ def test_collectives_take_what_their_bytes_do() -> None:
     assert link.collective("ring_shift", 1e6, 4) == pytest.approx(1e-6 + 1e-3)
 
 
+def test_what_gpus_exchange_through_the_host_is_copied_there_and_back() -> None:
+    """A rank gives what it has, and gets a sum of that size, or what all others have."""
+    link = Link(bytes_per_second=1e9, d2h=10e9, h2d=20e9)
+    down, up = 1e6 / 10e9, 1e6 / 20e9
+    assert link.seconds(1e6) == pytest.approx(1e-3 + down + up)
+    assert link.seconds_on_host(1e6) == pytest.approx(1e-3)
+    assert link.collective("all_reduce", 1e6, 4) == pytest.approx(2 * 0.75e-3 + down + up)
+    assert link.collective("all_to_all", 1e6, 4) == pytest.approx(0.75e-3 + down + up)
+    assert link.collective("all_gather", 1e6, 4) == pytest.approx(3e-3 + down + 3 * up)
+    assert link.collective("ring_shift", 1e6, 4) == pytest.approx(1e-3 + down + up)
+
+
+def through_host(**changes: Any) -> Cluster:
+    figures = {name: of for name, of in FIGURES.items() if name not in ("transport", "link")}
+    return Cluster.of(figures | changes, "fp32")
+
+
+def test_gpus_exchange_through_host_memory_unless_asked_otherwise(config: Path) -> None:
+    on = through_host()
+    assert on.link.bytes_per_second == on.machine.dram / 2  # written, and read
+    assert (on.link.d2h, on.link.h2d) == (20e9, 20e9)
+    assert on.remark() == "Ranks exchange through host memory."
+    assert "NCCL, which castor does not have yet" in cluster().remark()
+    assert through_host(ranks_per_node=1).remark() == ""
+    found = search(config)
+    for layout in (Layout(tensor=4, rows=8), Layout(sequence=4, mode="ring_attn", rows=8)):
+        host, nccl = (found.cost(layout, of) for of in (on, cluster()))
+        assert host.busy["exchange"] > nccl.busy["exchange"] > 0
+        assert host.seconds > nccl.seconds
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -410,11 +444,19 @@ def test_collectives_take_what_their_bytes_do() -> None:
         ({"at_once": 2}, "at_once is of ranks that compute on the host"),
         ({"device": "cpu", "at_once": 0}, "at_once is 0"),
         ({"device": "abacus"}, "unknown preset 'abacus'"),
+        ({"transport": None}, "leave it out, or give transport: nccl"),
+        ({"transport": "host"}, "link has no use with transport: host"),
+        ({"transport": "pigeon"}, "transport is 'pigeon'; give one of host, nccl"),
     ],
 )
 def test_a_cluster_that_makes_no_sense_is_named(changes: dict[str, Any], says: str) -> None:
     with pytest.raises((UsageError, ValueError), match=says):
         cluster(**changes)
+
+
+def test_ranks_of_the_cpu_device_have_one_transport() -> None:
+    with pytest.raises(UsageError, match="ranks of device: cpu share memory"):
+        Cluster.of(FIGURES | {"device": "cpu"}, "fp32")
 
 
 def test_ranks_of_a_node_share_its_host() -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from castor.config import Precision, parse_bandwidth, parse_paths
 from castor.config.settings_file import read_settings_file
@@ -15,12 +15,19 @@ from castor.errors import UsageError
 from castor.estimate.machine import Machine, machine
 
 _COUNTS = ("nodes", "ranks_per_node")
-_BETWEEN = ("link", "link_latency_us", "network", "network_latency_us")
+_BETWEEN = ("link", "link_latency_us", "network", "network_latency_us", "transport")
 _OF_A_NODE = (
     *("device_memory", "host_memory", "h2d", "d2h", "dram", "flops", "device_bandwidth"),
     *("operator_us", "nvme", "nvme_memory"),
 )
 _MICROSECOND = 1e-6
+Transport = Literal["host", "nccl"]
+"""Way of what GPUs exchange: through host memory, as castor's ranks do today, or between GPUs."""
+TRANSPORTS: dict[Transport, str] = {
+    "host": "Ranks exchange through host memory.",
+    "nccl": "Ranks exchange by NCCL, which castor does not have yet: this has not run.",
+}
+"""What a prediction says of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,27 +38,43 @@ class Link:
     """Bytes per second that a rank sends while it receives as many."""
     latency: float = 0.0
     """Seconds until the first byte is there."""
+    d2h: float = math.inf
+    """Bytes per second of the copy from a GPU to the host before it; inf: there is none."""
+    h2d: float = math.inf
+    """Bytes per second of the copy from the host to a GPU behind it; inf: there is none."""
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds of one message."""
+        """Seconds of one message from rank to rank."""
+        return self.seconds_on_host(num_bytes) + self._copies(num_bytes, num_bytes)
+
+    def seconds_on_host(self, num_bytes: float) -> float:
+        """Seconds of one message of what is in host memory, and stays there."""
         return self.latency + num_bytes / self.bytes_per_second
 
     def collective(self, operation: str, num_bytes: float, ranks: int) -> float:
         """Seconds of a collective operation in which each rank gives `num_bytes`.
 
         Chan et al. 2007, section 4: each part goes once over each rank's link, twice for a sum.
-        What is passed on goes to one neighbour alone.
+        What is passed on goes to one neighbour alone. Where it goes through host memory, a rank
+        copies what it gives there, and what it gets from there.
         """
         if ranks == 1:
             return 0.0
         others = ranks - 1
+        got = num_bytes
         if operation == "all_reduce":
-            return 2 * self.seconds(num_bytes * others / ranks)
-        if operation == "all_to_all":
-            return self.seconds(num_bytes * others / ranks)
-        if operation == "ring_shift":
-            return self.seconds(num_bytes)
-        return self.seconds(num_bytes * others)  # all_gather
+            seconds = 2 * self.seconds_on_host(num_bytes * others / ranks)
+        elif operation == "all_to_all":
+            seconds = self.seconds_on_host(num_bytes * others / ranks)
+        elif operation == "ring_shift":
+            seconds = self.seconds_on_host(num_bytes)
+        else:  # all_gather
+            got = num_bytes * others
+            seconds = self.seconds_on_host(got)
+        return seconds + self._copies(num_bytes, got)
+
+    def _copies(self, given: float, got: float) -> float:
+        return given / self.d2h + got / self.h2d
 
     def waiting(self, operation: str, ranks: int) -> float:
         """Seconds of these in which nothing is sent: a rank's processor is free for others."""
@@ -78,6 +101,17 @@ class Cluster:
     """Ranks of a node that can compute at one time: all, but where they share processors."""
     nvme_paths: tuple[str, ...] = ()
     """Directories on each node's NVMe; none: it has none."""
+    transport: Transport = "host"
+    """Way of what ranks exchange."""
+
+    def remark(self) -> str:
+        """What to know of predictions for it; empty where ranks compute on the host."""
+        return "" if self.on_host or self.ranks == 1 else TRANSPORTS[self.transport]
+
+    @property
+    def rings_overlap(self) -> bool:
+        """Whether what is passed on in a ring travels while ranks compute."""
+        return self.transport == "nccl"
 
     @property
     def ranks(self) -> int:
@@ -112,9 +146,10 @@ class Cluster:
                 nvme, nvme_memory), of which host_memory, dram, nvme and nvme_memory are a whole
                 node's; nvme_path, with nvme: where that is on each node, as GeminiPlugin's;
                 at_once, with device "cpu": how many of a node's ranks have processors at one time
-                (default: all); link and network: bandwidths of a rank to others of its node and to
-                other nodes, such as "300GB/s";
-                link_latency_us and network_latency_us (default 0).
+                (default: all); transport: "host" (default) or, of GPUs, "nccl"; network: bandwidth
+                of a rank to other nodes, such as "40GB/s"; link: likewise to others of its node,
+                for "nccl" and for device "cpu" (GPUs that exchange through host memory have that
+                of dram); link_latency_us and network_latency_us (default 0).
             precision: Of the matrix products.
 
         Raises:
@@ -131,12 +166,17 @@ class Cluster:
         for name, count in counts.items():
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise UsageError(f"{name} is {count!r}; give a whole number of 1 or more")
-        needed = {"link": counts["ranks_per_node"] > 1, "network": counts["nodes"] > 1}
+        device = settings.get("device")
+        on_host = device == "cpu"
+        transport = _transport_of(settings, on_host=on_host)
+        through_host = transport == "host" and not on_host
+        needed = {
+            "link": counts["ranks_per_node"] > 1 and not through_host,
+            "network": counts["nodes"] > 1,
+        }
         for name, asked in needed.items():
             if asked and name not in settings:
                 raise UsageError(f"{name} is missing: the bandwidth of a rank, such as '300GB/s'")
-        device = settings.get("device")
-        on_host = device == "cpu"
         at_once = settings.get("at_once", counts["ranks_per_node"])
         if isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1:
             raise UsageError(f"at_once is {at_once!r}; give a whole number of 1 or more")
@@ -154,31 +194,56 @@ class Cluster:
             figures.setdefault("h2d", figures.get("dram"))
         of_node = machine(None if on_host else device, precision=precision, **figures)
         each = counts["ranks_per_node"]
+        of_rank = dataclasses.replace(
+            of_node,
+            host_bytes=of_node.host_bytes // each,
+            dram=of_node.dram / min(each, at_once),
+            nvme=of_node.nvme and of_node.nvme / each,
+            nvme_bytes=of_node.nvme_bytes and of_node.nvme_bytes // each,
+        )
+        link, network = _link(settings, "link"), _link(settings, "network")
+        if through_host:
+            copies = {"d2h": of_rank.d2h, "h2d": of_rank.h2d}
+            network = dataclasses.replace(network, **copies)
+            # What a rank sends is written into memory that all have, and read.
+            of_memory = of_rank.dram / 2 if each > 1 else math.inf
+            link = dataclasses.replace(link, bytes_per_second=of_memory, **copies)
         return cls(
-            machine=dataclasses.replace(
-                of_node,
-                host_bytes=of_node.host_bytes // each,
-                dram=of_node.dram / min(each, at_once),
-                nvme=of_node.nvme and of_node.nvme / each,
-                nvme_bytes=of_node.nvme_bytes and of_node.nvme_bytes // each,
-            ),
+            machine=of_rank,
             nodes=counts["nodes"],
             ranks_per_node=each,
-            link=_link(settings, "link"),
-            network=_link(settings, "network"),
+            link=link,
+            network=network,
+            transport=transport,
             on_host=on_host,
             at_once=min(each, at_once),
             nvme_paths=tuple(map(str, parse_paths(settings.get("nvme_path"), "nvme_path"))),
         )
 
 
+def _transport_of(settings: Mapping[str, Any], *, on_host: bool) -> Transport:
+    given = settings.get("transport")
+    if given is None:
+        if "link" in settings and not on_host:
+            raise UsageError(
+                "link is between GPUs, and castor's ranks exchange through host memory: leave it "
+                "out, or give transport: nccl for what NCCL would bring, which castor does not "
+                "have yet"
+            )
+        return "host"
+    if given not in TRANSPORTS:
+        raise UsageError(f"transport is {given!r}; give one of {', '.join(TRANSPORTS)}")
+    if on_host:
+        raise UsageError("transport is of GPUs; ranks of device: cpu share memory")
+    if given == "host" and "link" in settings:
+        raise UsageError("link has no use with transport: host; leave one of them out")
+    return cast(Transport, given)
+
+
 def _link(settings: Mapping[str, Any], name: str) -> Link:
-    if name not in settings:
-        return Link(bytes_per_second=math.inf)  # between a rank and itself
     latency = settings.get(f"{name}_latency_us", 0)
     if isinstance(latency, bool) or not isinstance(latency, int | float) or not latency >= 0:
         raise UsageError(f"{name}_latency_us is {latency!r}; give microseconds, 0 or more")
-    return Link(
-        bytes_per_second=float(parse_bandwidth(settings[name], name)),
-        latency=latency * _MICROSECOND,
-    )
+    # Between a rank and itself there is none.
+    bandwidth = float(parse_bandwidth(settings[name], name)) if name in settings else math.inf
+    return Link(bytes_per_second=bandwidth, latency=latency * _MICROSECOND)

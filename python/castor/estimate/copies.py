@@ -63,7 +63,7 @@ def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: i
     """Seconds that sent_between_copies takes. Where ranks share processors, both need these."""
     sent = sent_between_copies(layout, cluster, param_bytes, element_bytes)
     ways = ((cluster.link, sent.within), (cluster.network, sent.across))
-    return sum(link.seconds(num_bytes) for link, num_bytes in ways if num_bytes)
+    return sum(link.seconds_on_host(num_bytes) for link, num_bytes in ways if num_bytes)
 
 
 def _crossing(means: float, element_bytes: int, nodes: int) -> float:

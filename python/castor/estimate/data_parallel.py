@@ -98,6 +98,8 @@ def render(estimate: RanksEstimate, workload: Workload, on: Cluster, console: Co
         f"tokens, {workload.precision}, {workload.optimizer}, state format {workload.state_format}"
     )
     console.print(f"on {escape(machine.name)}")
+    if remark := on.remark():
+        console.print(remark)
     table = Table(show_header=False, box=None)
     table.add_row("fits", "[green]yes[/green]" if estimate.fits else "[red]no[/red]")
     table.add_row(

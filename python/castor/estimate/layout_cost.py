@@ -253,7 +253,8 @@ def _exchanged(
     """Seconds of what ranks send each other, and of these those in which nothing is sent.
 
     What is passed on in a ring travels while a rank computes with what has come, all but the last:
-    the rest of it is waited for. On the host both need the same processors.
+    the rest of it is waited for. Through host memory it is waited for in full, and on the host
+    both need the same processors.
     """
     total = waiting = passed = 0.0
     for sent in moment.sent:
@@ -261,7 +262,7 @@ def _exchanged(
         apart = layout.of_layers * (layout.sequence if sent.among == SEQUENCE else 1)
         link = cluster.between(apart)
         seconds = link.collective(sent.operation, sent.num_bytes, shares)
-        if sent.operation == "ring_shift" and not cluster.on_host:
+        if sent.operation == "ring_shift" and cluster.rings_overlap:
             passed += seconds
             continue
         total += seconds

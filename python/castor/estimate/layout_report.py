@@ -198,5 +198,7 @@ def _render(found: Found, search: LayoutSearch, workload: Workload, console: Con
         f"{size(machine.host_bytes)} of host memory"
         + (f", {size(machine.nvme_bytes)} of NVMe" if machine.nvme_bytes else "")
     )
+    if remark := found.cluster.remark():
+        console.print(remark)
     for what, why in found.refused.items():
         console.print(f"[yellow]not with {escape(what)}:[/yellow] {escape(why)}")

@@ -50,7 +50,7 @@ def scaling_page(found: Scaling, model: str, title: str, remarks: Sequence[str])
         ("Strong scaling", "as many samples in all", found.strong),
     )
     sections = "\n".join(_section(*curve) for curve in curves)
-    notes = "\n".join(f'<p class="note">{escape(remark)}</p>' for remark in remarks)
+    notes = "\n".join(f'<p class="note">{escape(remark)}</p>' for remark in remarks if remark)
     return f"""<!doctype html>
 <html lang="en">
 <head>

@@ -66,11 +66,16 @@ def scale_and_show(
         f"{workload.precision}, on nodes of {on.ranks_per_node} ranks, each: {on.machine.name}"
     )
     console.print(escape(f"{search.model_name}, {title}"))
+    if remark := on.remark():
+        console.print(remark)
     for name, points in (("weak scaling", found.weak), ("strong scaling", found.strong)):
         console.print(_table(name, points))
     if output is not None:
         with os_errors(output, "write"):
-            write_file(output, [scaling_page(found, search.model_name, title, _REMARKS).encode()])
+            write_file(
+                output,
+                [scaling_page(found, search.model_name, title, [*_REMARKS, on.remark()]).encode()],
+            )
         console.print(f"A page of this is in {escape(str(output))}.")
     return found
 
