@@ -610,8 +610,10 @@ def test_copies_on_ranks_are_shown(tmp_path: Path) -> None:
         (("--nproc", "2", *NCCL, "--link", "20gb/s"), "or '400Gb/s' for bits"),
         (("--nproc", "2", *NCCL, "--link", "20GB/s", "--activations", "auto"),
          "--activations auto is not predicted of several ranks: keep or recompute is"),
-        (("--nproc", "2", *NCCL, "--link", "20GB/s", "--gather-embeddings"), "--gather-embeddings True"),
-        (("--nproc", "2", *NCCL, "--link", "20GB/s", "--max-prefetch", "2"), "--max-prefetch 2 is not"),
+        (("--nproc", "2", *NCCL, "--link", "20GB/s", "--gather-embeddings"),
+         "--gather-embeddings True"),
+        (("--nproc", "2", *NCCL, "--link", "20GB/s", "--max-prefetch", "2"),
+         "--max-prefetch 2 is not"),
     ],
 )  # fmt: skip
 def test_what_several_ranks_are_not_predicted_with_is_named(

@@ -27,7 +27,7 @@ TRANSPORTS: dict[Transport, str] = {
     "host": "Ranks exchange through host memory.",
     "nccl": "Ranks exchange by NCCL, which castor does not have yet: this has not run.",
 }
-"""What a prediction says of each."""
+"""Remark of a prediction on each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class Cluster:
     """Way of what ranks exchange."""
 
     def remark(self) -> str:
-        """What to know of predictions for it; empty where ranks compute on the host."""
+        """Remark on predictions for it; empty where ranks compute on the host."""
         return "" if self.on_host or self.ranks == 1 else TRANSPORTS[self.transport]
 
     @property

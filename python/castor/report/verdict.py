@@ -25,14 +25,14 @@ UNUSED_BUDGET = 0.30
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How a run goes."""
+    """Judgement of a run."""
 
     good: bool
     """Whether nothing has to be mended; advice on unused memory alone leaves it True."""
     text: str
     """One sentence."""
     advice: list[str]
-    """What to change, the most important first; each names the argument."""
+    """Changes to make, the most important first; each names the argument."""
 
 
 def verdict_of(source: Source) -> Verdict:

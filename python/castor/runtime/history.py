@@ -38,7 +38,7 @@ class StepRecord:
     skipped: bool
     """Whether the update was left out because a gradient was not finite."""
     learning_rate: float | None
-    """Of the first group of the optimizer that stepped; None where its groups have no "lr"."""
+    """Rate of the first group of the optimizer that stepped; None where it has no "lr"."""
     gradient_norm: float | None
     """L2 norm of all gradients as the step finds them, before max_norm clips; None where nothing
     asks for it (max_norm=0 and nonfinite="ignore")."""
