@@ -612,7 +612,8 @@ def test_bubbles_shrink_with_micro_batches(config: Path) -> None:
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayoutSearch, list[LayoutCost]]:
     """A search, and what each layout takes on NARROW."""
-    found = search(config_file(tmp_path_factory.mktemp("model")), batch=4)
+    file = config_file(tmp_path_factory.mktemp("model"), num_hidden_layers=4)
+    found = search(file, batch=4)
     return found, [found.cost(layout, NARROW) for layout in found.layouts(NARROW)]
 
 
@@ -697,7 +698,7 @@ def test_bounds_have_copies_of_chunks_and_leave_out_no_layout_that_is_faster(
 ) -> None:
     """Where weights and gradients come and go, and blocks are larger than the largest chunk."""
     file = config_file(tmp_path, hidden_size=4096, intermediate_size=16384, num_attention_heads=2,
-                       num_key_value_heads=2)  # fmt: skip
+                       num_key_value_heads=2, num_hidden_layers=4)  # fmt: skip
     workload = Workload(batch=4, sequence=2048, precision="bf16")
     found = LayoutSearch(file, workload)
     on = cluster(ranks_per_node=2, device_memory="3GiB", flops="400T", device_bandwidth="3000GB/s")
@@ -755,15 +756,15 @@ def test_models_whose_blocks_castor_does_not_know_have_no_tokens_between_layers(
 
 def test_what_a_model_does_not_take_is_said(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
-    path = config_file(tmp_path, hidden_size=96, **heads)
-    found = search(path).search(cluster())
+    path = config_file(tmp_path, hidden_size=96, num_hidden_layers=2, **heads)
+    found = search(path, batch=4).search(cluster(ranks_per_node=2))
     assert "layers among 2" in found.refused
     assert all(cost.layout.tensor == 1 for cost in found.fitting)
 
 
 def test_ranks_that_share_a_key_value_head_are_a_layout(tmp_path: Path) -> None:
-    path = config_file(tmp_path, num_attention_heads=4, num_key_value_heads=1)
-    found = search(path).search(cluster())
+    path = config_file(tmp_path, num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=2)
+    found = search(path, batch=4).search(cluster(ranks_per_node=2))
     assert "layers among 2" not in found.refused
 
 
@@ -778,22 +779,34 @@ def test_a_batch_that_cannot_be_divided_is_named(tmp_path: Path) -> None:
 
 
 def run_plan(config: Path, directory: Path, *more: str, **changes: Any) -> Any:
+    """On two ranks: few layouts, so that a search takes a second."""
     described = directory / "cluster.json"
-    described.write_text(json.dumps(FIGURES | changes))
-    asked = ["plan", str(config), "--cluster", str(described), "--batch", "8", "--seq", str(TOKENS),
+    described.write_text(json.dumps(FIGURES | {"ranks_per_node": 2} | changes))
+    asked = ["plan", str(config), "--cluster", str(described), "--batch", "4", "--seq", str(TOKENS),
              "--precision", "fp32", *more]  # fmt: skip
     return CliRunner().invoke(app, asked)
 
 
-def test_a_plan_reaches_the_plugin(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "plan.json"
-    done = run_plan(config, tmp_path, "--output", str(file))
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a model of two blocks."""
+    return config_file(tmp_path_factory.mktemp("short"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def plan_file(short: Path) -> Path:
+    """What `castor plan --output` writes."""
+    file = short.with_name("plan.json")
+    done = run_plan(short, short.parent, "--output", str(file))
     assert done.exit_code == 0, done.output
     assert "layouts; a rank has" in done.output
+    return file
+
+
+def test_a_plan_reaches_the_plugin(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = plan_file
     plan = read_plan(file)
-    assert plan["ranks_per_node"] == 4
+    assert plan["ranks_per_node"] == 2
     monkeypatch.setenv(ENVIRONMENT, str(file))
     expected = HybridParallelPlugin(**plan["layout"], device="cpu", device_memory="64MiB")
     for given in ("auto", file):
@@ -802,27 +815,24 @@ def test_a_plan_reaches_the_plugin(
         assert plugin.config.activations == plan["layout"]["activations"]
 
 
-def test_figures_as_json(config: Path, tmp_path: Path) -> None:
-    done = run_plan(config, tmp_path, "--json", "--shown", "2")
+def test_figures_as_json(short: Path, tmp_path: Path) -> None:
+    done = run_plan(short, tmp_path, "--json", "--shown", "2")
     figures = json.loads(done.output)
     assert len(figures["fitting"]) == 2
     assert figures["fitting"][0]["step_time_s"] <= figures["fitting"][1]["step_time_s"]
 
 
-def test_where_nothing_fits_the_least_need_is_shown(config: Path, tmp_path: Path) -> None:
-    done = run_plan(config, tmp_path, device_memory="50KiB")
+def test_where_nothing_fits_the_least_need_is_shown(short: Path, tmp_path: Path) -> None:
+    done = run_plan(short, tmp_path, device_memory="50KiB")
     assert done.exit_code == 1
     assert "No layout fits" in done.output
 
 
-def test_how_ranks_that_divide_sequences_meet_is_shown(tmp_path: Path) -> None:
-    path = config_file(tmp_path, num_hidden_layers=2)
-    done = run_plan(path, tmp_path, "--shown", "20", ranks_per_node=2)
+def test_how_ranks_that_divide_sequences_meet_is_shown(short: Path, tmp_path: Path) -> None:
+    done = run_plan(short, tmp_path, "--shown", "20")
     assert done.exit_code == 0, done.output
     assert all(mode in done.output for mode in (*get_args(Mode), BETWEEN_LAYERS))
-    figures = json.loads(
-        run_plan(path, tmp_path, "--shown", "20", "--json", ranks_per_node=2).output
-    )
+    figures = json.loads(run_plan(short, tmp_path, "--shown", "20", "--json").output)
     arguments = [one["arguments"] for one in figures["fitting"]]
     of_modes = [one.get("sequence_parallelism_mode") for one in arguments if one["sp_size"] > 1]
     assert set(of_modes) == set(get_args(Mode))
@@ -836,9 +846,8 @@ def test_auto_without_a_plan_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch
         HybridParallelPlugin("auto")
 
 
-def test_what_a_plan_says_is_not_given_twice(config: Path, tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    run_plan(config, tmp_path, "--output", str(file))
+def test_what_a_plan_says_is_not_given_twice(plan_file: Path) -> None:
+    file = plan_file
     with pytest.raises(ValueError, match="tp_size is given beside a plan"):
         HybridParallelPlugin(file, tp_size=8)
     with pytest.raises(ValueError, match="ep_size is given beside a plan"):
@@ -858,9 +867,8 @@ def test_another_file_is_no_plan(tmp_path: Path, text: str) -> None:
         HybridParallelPlugin(file)
 
 
-def test_run_takes_the_ranks_of_a_plan(config: Path, tmp_path: Path) -> None:
-    file, script = tmp_path / "plan.json", tmp_path / "script.py"
-    run_plan(config, tmp_path, "--output", str(file), ranks_per_node=2)
+def test_run_takes_the_ranks_of_a_plan(plan_file: Path, tmp_path: Path) -> None:
+    file, script = plan_file, tmp_path / "script.py"
     script.write_text(
         "import os\nfrom castor import HybridParallelPlugin\n"
         "plugin = HybridParallelPlugin('auto', device='cpu', device_memory='64MiB')\n"
