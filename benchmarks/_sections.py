@@ -334,7 +334,7 @@ def hybrid(record: Record) -> list[str]:
     rows = [
         [
             f"{result['share']:.0%}",
-            f"{result['promoted_chunks']} of {result['num_chunks']}",
+            f"{result['resident_chunks']} of {result['num_chunks']}",
             *(f"{result['seconds'][key]['median']:.3f}" for key in ("streamed", "hybrid")),
             f"{result['ratio']['median']:.3f}",
             *(f"{result['link_bytes_per_step'][key] / 1e6:.0f}" for key in ("streamed", "hybrid")),

@@ -52,9 +52,9 @@ def compare(model: Model, budget: int, rounds: int, steps: int) -> dict[str, Any
     pairs = zip(found["hybrid"].medians, found["streamed"].medians, strict=True)
     return {
         "budget_bytes": budget,
-        "promoted_chunks": after["hybrid"]["promoted_chunks"],
+        "resident_chunks": after["hybrid"]["resident_chunks"],
         "num_chunks": after["hybrid"]["num_chunks"],
-        "promoted_bytes": after["hybrid"]["promoted_bytes"],
+        "resident_bytes": after["hybrid"]["resident_bytes"],
         "seconds": {
             key: spread([s for steps_ in c.seconds for s in steps_]) for key, c in found.items()
         },
@@ -103,7 +103,7 @@ def main() -> int:
         moved = result["link_bytes_per_step"]
         table.add_row(
             f"{result['share']:.0%}",
-            f"{result['promoted_chunks']} of {result['num_chunks']}",
+            f"{result['resident_chunks']} of {result['num_chunks']}",
             *(f"{result['seconds'][key]['median']:.3f}" for key in ("streamed", "hybrid")),
             f"{result['ratio']['median']:.3f}",
             *(f"{moved[key] / 1e6:.0f}" for key in ("streamed", "hybrid")),

@@ -143,7 +143,7 @@ class ChunkManager {
   /// Device bytes that the chunk takes, or would take, with all its payloads there for good.
   [[nodiscard]] std::size_t on_device_bytes(ChunkId chunk) const;
   /// Of the chunks that are promoted now.
-  [[nodiscard]] std::size_t promoted_bytes() const noexcept { return promoted_bytes_; }
+  [[nodiscard]] std::size_t resident_bytes() const noexcept { return resident_bytes_; }
 
   /// When the chunk will be used next: orders evictions once it is unpinned.
   void set_next_use(ChunkId chunk, std::uint64_t next_use) {
@@ -196,7 +196,7 @@ class ChunkManager {
   Residency residency_;
   std::vector<Slot> slots_;
   std::vector<TensorState> states_;
-  std::size_t promoted_bytes_ = 0;
+  std::size_t resident_bytes_ = 0;
   std::size_t num_sources_ = 0;  // slots whose source is held
   TransferCounts counts_;
   TimelineRecorder* recorder_ = nullptr;

@@ -109,7 +109,7 @@ bool ChunkManager::try_promote(ChunkId chunk) {
   }
   binder_.bind(chunk, slot.payloads[kParam]->data());
   residency_.promote(chunk);
-  promoted_bytes_ += on_device_bytes(chunk);
+  resident_bytes_ += on_device_bytes(chunk);
   for (const ParamId param : layout_.chunk(chunk).params) {
     TensorState& state = states_[index(param)];
     state = state == TensorState::kReadyForReduce ? state : TensorState::kHold;
@@ -149,7 +149,7 @@ void ChunkManager::demote(ChunkId chunk) {
   copy_and_wait(copies);
   counts_.d2h_bytes += copied_bytes;
   ++counts_.demotions;
-  promoted_bytes_ -= on_device_bytes(chunk);
+  resident_bytes_ -= on_device_bytes(chunk);
   for (std::size_t kind = 0; kind < kNumPayloadKinds; ++kind) {
     if (slot.payloads[kind] && kind != kParam) {
       slot.payloads[kind]->move_home().reset();
@@ -170,7 +170,7 @@ bool ChunkManager::demote_one() {
   const auto rank = [this](ChunkId chunk) {
     return std::pair(pins(chunk) == 0, residency_.next_use(chunk));
   };
-  for (std::size_t i = 0; i < slots_.size() && promoted_bytes_ > 0; ++i) {
+  for (std::size_t i = 0; i < slots_.size() && resident_bytes_ > 0; ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     if (promoted(chunk) && residency_.holds(chunk) == 0 && (!last || rank(chunk) > rank(*last))) {
       last = chunk;

@@ -441,7 +441,7 @@ void Runtime::learn_from_step() {
     }
     Trace merged =
         step.events().size() == trace_->events().size() ? trace_->merged_with(step) : step;
-    if (!placed_ || demoted || manager_.promoted_bytes() > 0) {
+    if (!placed_ || demoted || manager_.resident_bytes() > 0) {
       placement_trace_ = merged;
     }
     if (!plan_ || pressed) {  // the non-model curve, or that of others, rose above the plan's
@@ -481,9 +481,9 @@ RuntimeCounts Runtime::counts() const {
   const MutexLock lock(mutex_);
   RuntimeCounts counts = counts_;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    counts.promoted_chunks += manager_.promoted(ChunkId{static_cast<std::uint32_t>(i)}) ? 1 : 0;
+    counts.resident_chunks += manager_.promoted(ChunkId{static_cast<std::uint32_t>(i)}) ? 1 : 0;
   }
-  counts.promoted_bytes = manager_.promoted_bytes();
+  counts.resident_bytes = manager_.resident_bytes();
   return counts;
 }
 

@@ -41,8 +41,8 @@ struct RuntimeCounts {
   std::uint64_t pressure_evictions = 0;  ///< by an allocation that did not fit
   std::uint64_t divergent_steps = 0;
   std::uint64_t plans = 0;
-  std::uint64_t promoted_chunks = 0;  ///< now: wholly on the device by promotion
-  std::uint64_t promoted_bytes = 0;   ///< device bytes that they take
+  std::uint64_t resident_chunks = 0;  ///< now: wholly on the device by promotion
+  std::uint64_t resident_bytes = 0;   ///< device bytes that they take
 };
 
 /// Follows a training step moment by moment and keeps what it needs on the device: traces the first

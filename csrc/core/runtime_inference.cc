@@ -81,7 +81,7 @@ void Runtime::rank_anew() {
 // Whether other chunks may stay than before.
 bool Runtime::make_inference_room(std::size_t nonmodel_bytes) {
   const PlanOptions plan = plan_options();
-  const std::size_t taken = plan.fixed_device_bytes + manager_.promoted_bytes() + kept_by_others() +
+  const std::size_t taken = plan.fixed_device_bytes + manager_.resident_bytes() + kept_by_others() +
                             std::max(nonmodel_bytes, inference_.nonmodel_peak());
   const std::size_t budget = plan.device_budget_bytes;
   return inference_.make_room_for(manager_.residency(),

@@ -34,7 +34,7 @@ std::vector<Placement> Runtime::placements() const {
 
 void Runtime::plan_from(Trace trace) {
   PlanOptions options = plan_options();
-  options.fixed_device_bytes += manager_.promoted_bytes();
+  options.fixed_device_bytes += manager_.resident_bytes();
   plan_ = make_plan(trace, layout_, placements(), options);
   trace_ = std::move(trace);
   others_planned_ = std::max(others_planned_, others_peak_);

@@ -70,7 +70,7 @@ std::size_t Runtime::kept_by_others() const {
   std::size_t bytes = 0;
   for_each_other([&](const Runtime& other) CASTOR_NOT_ANALYZED {
     bytes +=
-        other.fixed_device_bytes_ + other.manager_.promoted_bytes() +
+        other.fixed_device_bytes_ + other.manager_.resident_bytes() +
         (other.yields() ? other.manager_.residency().held_bytes() : other.manager_.slot_bytes()) +
         (other.nonmodel_ == nonmodel_ ? 0 : other.nonmodel_->bytes());
   });

@@ -226,8 +226,8 @@ py::dict report(Session& session) {
   figures["divergent_steps"] = counts.divergent_steps;
   figures["steps"] = counts.steps;
   figures["plans"] = counts.plans;
-  figures["promoted_chunks"] = counts.promoted_chunks;
-  figures["promoted_bytes"] = counts.promoted_bytes;
+  figures["resident_chunks"] = counts.resident_chunks;
+  figures["resident_bytes"] = counts.resident_bytes;
   figures["num_chunks"] = session.layout().chunks().size();
   figures["chunk_bytes"] = session.layout().chunk_bytes();
   figures["waste"] = session.layout().waste();
@@ -246,10 +246,10 @@ py::dict report(Session& session) {
   figures["zero_stage"] = session.zero_stage();
   const CutHomes& cut = session.cut_homes();
   figures["rank_shared_bytes"] = session.rank_homes().bytes();
-  figures["rank_part_bytes"] = cut.part_bytes();
+  figures["rank_shard_bytes"] = cut.part_bytes();
   figures["rank_window_bytes"] = cut.window_bytes();
   const GradientParts* const gradients = session.gradient_parts();
-  figures["rank_gradient_part_bytes"] = gradients == nullptr ? 0 : gradients->part_bytes();
+  figures["rank_gradient_shard_bytes"] = gradients == nullptr ? 0 : gradients->part_bytes();
   figures["rank_gradient_copy_bytes"] = gradients == nullptr ? 0 : gradients->copy_bytes();
   figures["rank_gradient_copy_peak_bytes"] =
       gradients == nullptr ? 0 : gradients->peak_copy_bytes();

@@ -151,7 +151,7 @@ class Simulator {
     SimulatedStep step = simulate_step(trace, compute_seconds, layout_, placements, plan, hardware,
                                        optimizer, places.stored);
     step.peak_device_bytes += homes.slot_slack_bytes;
-    py::dict result = figures(step, streamed, homes.num_promoted);
+    py::dict result = figures(step, streamed, homes.num_resident);
     report(places, result);
     return result;
   }
@@ -160,7 +160,7 @@ class Simulator {
   /// What promotions cost on the device beside the payloads, which the simulator counts. On the
   /// host nothing changes: the chunks' places there stay theirs.
   struct Homes {
-    std::size_t num_promoted = 0;
+    std::size_t num_resident = 0;
     std::uint64_t slot_slack_bytes = 0;  ///< the parameters take whole slots there
   };
 
@@ -205,7 +205,7 @@ class Simulator {
     const Promotions promotions =
         choose_promotions(trace, layout_, *placements, bytes, candidates,
                           {.plan = *plan_options, .margin_ratio = margin_ratio});
-    Homes homes{.num_promoted = promotions.chunks.size()};
+    Homes homes{.num_resident = promotions.chunks.size()};
     for (const ChunkId chunk : promotions.chunks) {
       const ChunkSpec& spec = layout_.chunk(chunk);
       (*placements)[index(chunk)] = Placement::kDevice;
@@ -253,7 +253,7 @@ class Simulator {
   }
 
   [[nodiscard]] py::dict figures(const SimulatedStep& step, const Prediction& streamed,
-                                 std::size_t num_promoted) const {
+                                 std::size_t num_resident) const {
     py::dict busy;
     for (std::size_t i = 0; i < kNumResources; ++i) {
       busy[py::str(std::string(to_string(static_cast<Resource>(i))))] = step.busy_seconds[i];
@@ -268,7 +268,7 @@ class Simulator {
     result["d2h_bytes"] = step.d2h_bytes;
     result["demand_fetches"] = step.demand_fetches;
     result["evictions"] = step.evictions;
-    result["num_promoted"] = num_promoted;
+    result["num_resident"] = num_resident;
     result["smallest_budget_bytes"] = streamed.smallest_budget_bytes;
     result["smallest_budget_module"] = layout_.module(streamed.smallest_budget_module).name;
     return result;

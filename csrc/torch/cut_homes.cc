@@ -38,7 +38,7 @@ void check_copies(const SessionOptions& options, const RankHomes& common) {
                                          : ""));
   }
   throw UsageError(extra + " says how many copies of the weights " + ranks +
-                   " ranks keep in parts, and with this zero_stage each of them has whole weights "
+                   " ranks keep in shards, and with this zero_stage each of them has full weights "
                    "here (" +
                    options.ranks->link + (common.refusal().empty() ? "" : "; " + common.refusal()) +
                    "); give zero_stage=3, or extra_dp_size=1");

@@ -148,7 +148,7 @@ def edits(directory: Path) -> None:
                 seen += helpers.copies(model.parameters())
                 for state in optimizer.state_dict()["state"].values():
                     seen += [state["exp_avg"].clone(), state["exp_avg_sq"].clone()]
-            promoted = booster.report(model).promoted_chunks
+            promoted = booster.report(model).resident_chunks
             torch.save((seen, promoted), directory / f"{precision}.{rank}.pt")
 
 

@@ -47,7 +47,7 @@ def test_a_dispatch_mode_does_not_see_what_promoted_chunks_keep_of_their_paramet
         with Recorder() as recorder:
             go_on(boosted)
         seen.append(recorder.names)
-        assert (boosted.report().promoted_chunks > 0) == (policy == "auto")
+        assert (boosted.report().resident_chunks > 0) == (policy == "auto")
     assert seen[0] == seen[1]
 
 

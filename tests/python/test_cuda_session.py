@@ -406,11 +406,11 @@ def test_what_the_gpu_refuses_comes_from_chunks(gpu: Accelerator) -> None:
     total = gpu.torch.get_device_properties(0).total_memory
     boosted = on_gpu(wide(gpu), 64 * layer)
     train_wide(boosted)
-    assert boosted.report().promoted_chunks > 0
+    assert boosted.report().resident_chunks > 0
     gpu.torch.empty_cache()
     gpu.torch.set_per_process_memory_fraction((gpu.torch.memory_reserved() + layer) / total)
     hog = torch.empty(8 * layer, dtype=torch.uint8, device=gpu.device)
-    assert boosted.report().promoted_chunks < boosted.report().num_chunks
+    assert boosted.report().resident_chunks < boosted.report().num_chunks
     del hog
     assert all(loss == loss for loss in train_wide(boosted))
 
@@ -420,19 +420,19 @@ def test_chunks_leave_until_what_came_free_is_one_piece(gpu: Accelerator) -> Non
     """Of an H100, 590 MiB were refused while 3.4 GiB lay free in pieces (steps of 18B)."""
     boosted = on_gpu(wide(gpu), 64 * layer_bytes(gpu))
     train_wide(boosted)
-    promoted = boosted.report().promoted_chunks
+    promoted = boosted.report().resident_chunks
     assert promoted >= 4
     before = gpu.torch.gpu.refusals()
     gpu.torch.gpu.refuse_tensor(1, times=3)
     piece = torch.empty(layer_bytes(gpu), dtype=torch.uint8, device=gpu.device)
     assert gpu.torch.gpu.refusals() == before + 3
-    assert 0 < boosted.report().promoted_chunks < promoted - 1
+    assert 0 < boosted.report().resident_chunks < promoted - 1
     del piece
     gpu.torch.gpu.refuse_tensor(1, times=1000)
     with pytest.raises(torch.OutOfMemoryError, match="the simulated device refuses"):
         torch.empty(layer_bytes(gpu), dtype=torch.uint8, device=gpu.device)
     gpu.torch.gpu.refuse_tensor(0)
-    assert boosted.report().promoted_chunks == 0
+    assert boosted.report().resident_chunks == 0
     assert all(loss == loss for loss in train_wide(boosted))
 
 

@@ -491,8 +491,8 @@ def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(
             options=OPTIONS
             | {"device_bytes": budget, "gradient_copies": "synchronous", "margin_ratio": 1.0},
         )
-        promoted.append(step["num_promoted"])
-        assert step["num_promoted"] == real.report()["promoted_chunks"]
+        promoted.append(step["num_resident"])
+        assert step["num_resident"] == real.report()["resident_chunks"]
         fetched = sum(t[7] for t in timeline["transfers"] if t[0] == "fetch")
         assert step["peak_device_bytes"] == timeline["peak_device_bytes"]
         assert step["h2d_bytes"] == fetched
@@ -549,7 +549,7 @@ def test_simulator_refuses_an_unknown_mode() -> None:
         [1.0, 0.0, 0.0],
         OPTIONS | {"margin_ratio": 1.0, "device_memory_bytes_per_second": 7.0},
     )
-    assert promoted["num_promoted"] == 1
+    assert promoted["num_resident"] == 1
     assert promoted["step_seconds"] == 1 + 28 * 16 / 7, "nothing is copied"
     assert promoted["h2d_bytes"] == promoted["d2h_bytes"] == 0
     assert promoted["peak_device_bytes"] == 64 + 16 * 16, "beside the window of a gradient"

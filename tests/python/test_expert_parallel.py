@@ -167,7 +167,7 @@ def test_a_dead_rank_is_named(phase: str, tmp_path: Path, monkeypatch: pytest.Mo
         ("few", "UsageError", "has 1 experts, too few for ep_size=2"),
         ("list", "NotImplementedError", "'experts' is a ModuleList, whose experts castor cannot"),
         ("ranks", "UsageError", "ep_size=3 needs a multiple of 3 ranks, and 2 ranks"),
-        ("muon", "NotImplementedError", "with ep_size=2 a RMSprop would step parts of matrices"),
+        ("muon", "NotImplementedError", "with ep_size=2 a RMSprop would step shards of matrices"),
     ],
 )
 def test_what_cannot_be_divided_is_named_on_every_rank(

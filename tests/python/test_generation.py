@@ -262,11 +262,11 @@ def test_chunks_with_their_optimizer_states_stay_on_the_device(
     boosted = boost(seeded(gpt2), 3 * param_bytes(gpt2()))
     trained(boosted, lambda _: None)
     before = boosted.report()
-    assert before.promoted_chunks > 0
+    assert before.resident_chunks > 0
     between(boosted)
     trained(boosted, between, steps=2)
     after = boosted.report()
-    assert (after.promoted_bytes, after.plans) == (before.promoted_bytes, before.plans)
+    assert (after.resident_bytes, after.plans) == (before.resident_bytes, before.plans)
 
 
 def test_generation_within_a_step_changes_nothing() -> None:

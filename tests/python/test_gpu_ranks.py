@@ -135,10 +135,10 @@ def test_ranks_have_whole_chunks_on_the_device_where_there_is_room(
             _, _, ample = trained(simgpu, 2, f"ample{overlap}", rank)
             _, _, tight = trained(simgpu, 2, f"tight{overlap}", rank)
             _, _, mixed = trained(simgpu, 2, f"one rank tight{overlap}", rank)
-            assert ample["promoted_chunks"] == ample["num_chunks"]
-            assert tight["promoted_chunks"] < tight["num_chunks"]
+            assert ample["resident_chunks"] == ample["num_chunks"]
+            assert tight["resident_chunks"] < tight["num_chunks"]
             assert tight["h2d_bytes"] > ample["h2d_bytes"]
-            assert mixed["promoted_chunks"] == (tight if rank == 1 else ample)["promoted_chunks"]
+            assert mixed["resident_chunks"] == (tight if rank == 1 else ample)["resident_chunks"]
         for name in ("tight", "one rank tight"):
             _, _, report = trained(simgpu, 2, f"{name}{overlap}", 1)
             assert report["peak_device_bytes"] <= report["device_budget_bytes"] < 2**20

@@ -62,7 +62,7 @@ def promoted_tower(steps: int = 2, **settings: Any) -> Boosted:
     boosted = boost(tower(), **settings)
     for seed in range(steps):
         boosted.step(loss_of(boosted.model, seed))
-    assert boosted.report().promoted_chunks == boosted.report().num_chunks
+    assert boosted.report().resident_chunks == boosted.report().num_chunks
     return boosted
 
 
@@ -110,16 +110,16 @@ def test_promotion_changes_no_bit(
         "max_norm": max_norm,
     }
     expected = train(gpt2(**STAY, **settings), accumulate=accumulate)
-    assert expected.report().promoted_chunks == 0
+    assert expected.report().resident_chunks == 0
     peak = expected.report().peak_device_bytes
     for overlap, link in itertools.product(("none", "forward"), (None, "200MB/s")):
         for memory in (2 * peak, 2**30):
             boosted = gpt2(memory=memory, overlap=overlap, link_bandwidth=link, **settings)
             assert_same(train(boosted, accumulate=accumulate), expected)
             report = boosted.report()
-            assert report.promoted_chunks > 0
+            assert report.resident_chunks > 0
             if memory == 2**30:
-                assert report.promoted_chunks == report.num_chunks
+                assert report.resident_chunks == report.num_chunks
 
 
 @pytest.mark.parametrize(("precision", "state_format"), FORMATS[:1] + FORMATS[2:])
@@ -128,7 +128,7 @@ def test_updates_in_backward_give_the_same_bits(precision: str, state_format: st
     expected = train(gpt2(**STAY, nonfinite="ignore", **settings), 5)
     for link in (None, "200MB/s"):
         boosted = train(gpt2(link_bandwidth=link, **BACKWARD, **settings), 5)
-        assert boosted.report().promoted_chunks == boosted.report().num_chunks
+        assert boosted.report().resident_chunks == boosted.report().num_chunks
         assert_same(boosted, expected)
 
 
@@ -141,7 +141,7 @@ def test_other_optimizers_run_on_promoted_chunks() -> None:
         for seed in range(5):
             boosted.step(loss_of(boosted.model, seed))
         weights.append(copies(boosted.model.parameters()))
-    assert boosted.report().promoted_chunks == boosted.report().num_chunks
+    assert boosted.report().resident_chunks == boosted.report().num_chunks
     assert all(equal(a, b) for a, b in zip(*weights, strict=True))
 
 
@@ -158,7 +158,7 @@ def test_frozen_chunks_are_promoted_as_well() -> None:
         for seed in range(5):
             boosted.step(loss_of(boosted.model, seed))
         weights.append(copies(boosted.model.parameters()))
-    assert boosted.report().promoted_chunks == boosted.report().num_chunks
+    assert boosted.report().resident_chunks == boosted.report().num_chunks
     assert all(equal(a, b) for a, b in zip(*weights, strict=True))
 
 
@@ -167,7 +167,7 @@ def test_chunks_whose_state_is_on_nvme_are_not_promoted(tmp_path: Path, overlap:
     expected = train(gpt2(**STAY), 5)
     boosted = gpt2(overlap=overlap, nvme_path=tmp_path, nvme_offload_fraction=0.5)
     assert_same_weights(train(boosted, 5).model, copies(expected.model.parameters()))
-    assert 0 < boosted.report().promoted_chunks < boosted.report().num_chunks
+    assert 0 < boosted.report().resident_chunks < boosted.report().num_chunks
 
 
 # --- which chunks, and what it saves ------------------------------------------------------------
@@ -191,22 +191,22 @@ def test_the_gradients_that_arrive_last_come_first() -> None:
         spare.step(loss_of(spare.model, seed))
     on_device = [places == {"device"} for places in tiers(spare)]
     count = sum(on_device)
-    assert 0 < count == spare.report().promoted_chunks < len(on_device)
+    assert 0 < count == spare.report().resident_chunks < len(on_device)
     assert on_device == [True] * count + [False] * (len(on_device) - count)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5, 1.0])
 def test_the_ratio_bounds_what_is_promoted(ratio: float) -> None:
     whole = promoted_tower().report()
-    memory = beside_gradients(whole.peak_nonmodel_bytes + 2 * whole.promoted_bytes, tower())
+    memory = beside_gradients(whole.peak_nonmodel_bytes + 2 * whole.resident_bytes, tower())
     boosted = boost(tower(), memory, gpu_margin_mem_ratio=ratio)
     for seed in range(3):
         boosted.step(loss_of(boosted.model, seed))
     report = boosted.report()
     bound = ratio * (memory - report.peak_nonmodel_bytes)
-    assert report.promoted_bytes <= bound
-    assert (report.promoted_chunks == report.num_chunks) == (ratio >= 0.5)
-    assert (report.promoted_chunks == 0) == (ratio == 0.0)
+    assert report.resident_bytes <= bound
+    assert (report.resident_chunks == report.num_chunks) == (ratio >= 0.5)
+    assert (report.resident_chunks == 0) == (ratio == 0.0)
 
 
 @pytest.mark.parametrize("policy", ["cpu", "cuda", "static"])
@@ -214,7 +214,7 @@ def test_only_auto_promotes(policy: str) -> None:
     boosted = boost(tower(), placement_policy=policy, **STAY)
     for seed in range(3):
         boosted.step(loss_of(boosted.model, seed))
-    assert boosted.report().promoted_chunks == 0
+    assert boosted.report().resident_chunks == 0
     assert_boost_fails(
         ValueError, "bounds what placement_policy='auto'", placement_policy=policy,
         gpu_margin_mem_ratio=0.5,
@@ -230,7 +230,7 @@ def test_a_ratio_out_of_range_is_refused(ratio: float) -> None:
 def test_the_report_tells() -> None:
     boosted = promoted_tower(steps=3)
     assert "\npromoted  " in str(boosted.report())
-    assert "Promoted" in castor.report.summary(boosted.booster)
+    assert "Resident" in castor.report.summary(boosted.booster)
     session = engine_of(boosted.model).session
     assert session.timeline()["on_device_at_start"] == list(range(boosted.report().num_chunks))
 
@@ -251,7 +251,7 @@ def test_tensors_held_from_before_keep_up() -> None:
         boosted.optimizer.zero_grad(set_to_none=False)
         loss_of(boosted.model, seed).backward()
         boosted.optimizer.step()
-    assert boosted.report().promoted_chunks == boosted.report().num_chunks
+    assert boosted.report().resident_chunks == boosted.report().num_chunks
     moved = first.data_ptr(), gradient.data_ptr(), moment.data_ptr()
     assert all(before != after for before, after in zip(addresses, moved, strict=True))
     assert first.grad is gradient
@@ -288,7 +288,7 @@ def test_a_chunk_that_an_array_refers_to_stays_where_it_is() -> None:
     array = weight.detach().numpy()
     for seed in range(4):
         boosted.step(loss_of(boosted.model, seed))
-    assert 0 < boosted.report().promoted_chunks < boosted.report().num_chunks
+    assert 0 < boosted.report().resident_chunks < boosted.report().num_chunks
     assert equal(torch.from_numpy(array), weight)
 
 
@@ -308,7 +308,7 @@ def test_edits_between_steps_count(precision: str, state_format: str) -> None:
         return boosted
 
     boosted = run()
-    assert boosted.report().promoted_chunks == boosted.report().num_chunks
+    assert boosted.report().resident_chunks == boosted.report().num_chunks
     assert_same(boosted, run(**STAY))
 
 
@@ -358,13 +358,13 @@ def crowd_out(boosted: Boosted) -> None:
     report = boosted.report()
 
     def take(*_: Any) -> None:
-        take_of_device(boosted.model, report.device_budget_bytes - report.promoted_bytes // 2)
+        take_of_device(boosted.model, report.device_budget_bytes - report.resident_bytes // 2)
 
     handle = boosted.model.layers[3].register_forward_pre_hook(take)
     with torch.no_grad():
         loss_of(boosted.model, 0)
     handle.remove()
-    assert boosted.report().promoted_chunks < boosted.report().num_chunks
+    assert boosted.report().resident_chunks < boosted.report().num_chunks
 
 
 @pytest.mark.parametrize("settings", [{}, {"link_bandwidth": "1GB/s", "overlap": "forward"}])
@@ -390,8 +390,8 @@ def test_memory_that_is_needed_after_all_comes_back(phase: str, settings: dict[s
         return boosted
 
     whole = promoted_tower(**settings).report()
-    window = whole.peak_device_bytes - whole.promoted_bytes
-    memory = whole.promoted_bytes + window
+    window = whole.peak_device_bytes - whole.resident_bytes
+    memory = whole.resident_bytes + window
     size = memory - 2 * window - 6 * whole.chunk_bytes
     stays = run(**STAY)
     boosted = run()
@@ -408,7 +408,7 @@ def test_longer_batches_shrink_the_promotion_once() -> None:
         boosted, losses, promoted = boost(tower(), memory, **settings), [], []
         for seed, rows in enumerate([8, 8, 8, 32, 32, 8, 32, 16, 32]):
             losses.append(boosted.step(loss_of(boosted.model, seed, rows)))
-            promoted.append(boosted.report().promoted_chunks)
+            promoted.append(boosted.report().resident_chunks)
         return boosted, losses, promoted
 
     boosted, losses, promoted = run()  # by itself: what others take of a GPU counts there
@@ -455,7 +455,7 @@ def test_checkpoints_hold_promoted_chunks_and_load_into_them(
 ) -> None:
     settings: dict[str, Any] = {"precision": precision, "optim_state_format": state_format}
     saved = train(gpt2(**settings), 3)
-    assert saved.report().promoted_chunks > 0
+    assert saved.report().resident_chunks > 0
     saved.booster.save(tmp_path / "run", saved.model, saved.optimizer)
     expected = train(saved, 2, first=3)
     fresh, used = gpt2(**settings), train(gpt2(**settings), 3, first=50)

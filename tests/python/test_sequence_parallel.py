@@ -158,7 +158,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("attentions", "NotImplementedError", "call the model under torch.no_grad()"),
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
         ("saves", "UsageError", "rank 1 at a save"),
-        ("steps", "UsageError", "rank 1 at a step: ranks with parts"),
+        ("steps", "UsageError", "rank 1 at a step: ranks with shards"),
         ("part", "UsageError", "LlamaModel was called by itself: call the model, or this under"),
         ("heads", "NotImplementedError", "3 attention heads"),
         ("attention", "NotImplementedError", "its attn_implementation is 'flex_attention'"),

@@ -259,8 +259,8 @@ def test_they_step_a_model_that_ranks_divide(tmp_path: Path) -> None:
         assert resumed.step(3, [3]) == pytest.approx(expected[3:4], rel=close)
     for output in outputs:
         muon, mixed, stages = output.splitlines()
-        assert "with tp_size=2 a Muon would step parts of matrices" in muon
-        assert "with tp_size=2 a SGD would step parts of matrices" in mixed
+        assert "with tp_size=2 a Muon would step shards of matrices" in muon
+        assert "with tp_size=2 a SGD would step shards of matrices" in mixed
         assert "elements, and of several one kind" in mixed
         assert (
             "pp_size=2 ranks write the states of one optimizer together, and boost was given 2 "

@@ -537,7 +537,7 @@ def test_what_was_promoted_gives_way_to_a_model_that_joins() -> None:
     shared.boost(policy, shared.optimizer)
     seen = [shared_step(shared, policy, seed) for seed in range(4)]
     before = shared.booster.report(policy)
-    assert before.promoted_bytes > 0
+    assert before.resident_bytes > 0
     shared.boost(reference)
     for seed in range(4, 8):
         with torch.no_grad():

@@ -77,9 +77,9 @@ def test_every_format_gives_the_bits_of_the_cpu_device(
     )
     report = boosted.report()
     if room == "ample":
-        assert report.promoted_chunks == report.num_chunks
+        assert report.resident_chunks == report.num_chunks
     else:
-        assert report.promoted_chunks < report.num_chunks
+        assert report.resident_chunks < report.num_chunks
         assert report.evictions > 0
 
 
@@ -195,7 +195,7 @@ def test_an_allocation_that_the_device_refuses_evicts_and_succeeds(
 ) -> None:
     reference, boosted = boost(tower()), simulated.boost(tower())
     assert go_on(boosted) == go_on(reference)
-    assert boosted.report().promoted_chunks > 0
+    assert boosted.report().resident_chunks > 0
     before = simulated.refuse_allocation(n)
     assert go_on(boosted, first=4) == go_on(reference, first=4)
     assert simulated.refuse_allocation(0) == before + 1
@@ -234,7 +234,7 @@ def test_a_model_that_goes_while_copies_run_leaves_its_weights(simulated: Simula
     model = tower()
     boosted = simulated.boost(model)
     go_on(boosted, steps=2)
-    assert boosted.report().promoted_chunks > 0, "copies in are on their way"
+    assert boosted.report().resident_chunks > 0, "copies in are on their way"
     with simulated.beside():
         expected = copies(model.parameters())
     held = list(model.parameters())

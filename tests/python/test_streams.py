@@ -52,7 +52,7 @@ def fill_budget(boosted: Boosted) -> list[torch.Tensor]:
     with suppress(castor.OutOfMemoryError):
         while True:
             taken.append(torch.full((4096,), 7.0, device="simgpu"))
-    assert boosted.report().evictions > before or boosted.report().promoted_chunks == 0
+    assert boosted.report().evictions > before or boosted.report().resident_chunks == 0
     return taken
 
 
@@ -95,14 +95,14 @@ def test_an_update_that_is_under_way_is_not_lost_where_a_side_stream_evicts(
     reference = boost(tower(), **settings)
     boosted = simulation.boost(tower(), 2 * MIB, **settings)
     assert go_on(boosted) == go_on(reference)
-    assert boosted.report().promoted_chunks > 0
+    assert boosted.report().resident_chunks > 0
     loss = boosted.model(**on_gpu(tower_batch(4)))
     boosted.booster.backward(loss, boosted.optimizer)
     simulation.device.delay(1, longest_us=20 * MILLISECOND, one_in=1)
     boosted.optimizer.step()
     with gpu.stream(gpu.Stream()):
         taken = fill_budget(boosted)
-    assert boosted.report().promoted_chunks == 0
+    assert boosted.report().resident_chunks == 0
     simulation.device.delay(0)
     boosted.optimizer.zero_grad()
     del taken
@@ -208,7 +208,7 @@ def test_record_stream_protects_a_weight(simulation: GpuSimulation, gpu: Any) ->
 def test_record_stream_protects_a_gradient(simulation: GpuSimulation, gpu: Any) -> None:
     boosted = simulation.boost(tower(), 2 * MIB)
     go_on(boosted)
-    assert boosted.report().promoted_chunks > 0, "gradients are on the device"
+    assert boosted.report().resident_chunks > 0, "gradients are on the device"
     boosted.booster.backward(boosted.model(**on_gpu(tower_batch(4))), boosted.optimizer)
     grad = next(iter(boosted.model.parameters())).grad
     assert grad is not None
@@ -220,7 +220,7 @@ def test_record_stream_protects_a_gradient(simulation: GpuSimulation, gpu: Any) 
         doubled = grad * 2
     grad.record_stream(side)
     taken = fill_budget(boosted)
-    assert boosted.report().promoted_chunks == 0
+    assert boosted.report().resident_chunks == 0
     side.synchronize()
     assert torch.equal(doubled.cpu(), 2 * expected)
     del taken

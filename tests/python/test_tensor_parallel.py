@@ -65,7 +65,7 @@ def test_the_loss_may_be_divided_like_the_vocabulary(size: int, tmp_path: Path) 
     assert seen["criterion"] == pytest.approx(plain(FAMILIES["llama"], 3), rel=LOSS)
     assert seen["logits"] == [2, LENGTH, VOCABULARY]
     assert "ForMaskedLMLoss" in seen["bert"]
-    assert "leaves it whole" in seen["no head"]
+    assert "leaves it unsharded" in seen["no head"]
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +158,8 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("what", "kind", "part"),
     [
-        ("copy", "UsageError", "booster.save_model writes the whole one"),
-        ("pickle", "UsageError", "has a part of this model only"),
+        ("copy", "UsageError", "booster.save_model writes the full one"),
+        ("pickle", "UsageError", "has shards of this model only"),
         ("state_dict", "UsageError", "booster.save_model, or booster.save, on all ranks"),
         ("resize", "UsageError", "resize_token_embeddings() would change a LlamaForCausalLM"),
         ("inputs", "UsageError", "differ in the inputs of LlamaForCausalLM"),
@@ -181,7 +181,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("wrong module", "UsageError", "'model.norm' is a LlamaRMSNorm"),
         ("quantised", "UsageError", "'model.layers.1.self_attn.q_proj.weight' is quantised"),
         ("muon", "NotImplementedError", "parts of matrices as if they were whole"),
-        ("state", "UsageError", "states of whole parameters"),
+        ("state", "UsageError", "states of full parameters"),
         ("int8", "NotImplementedError", "'split_int8'"),
         ("models", "UsageError", "differ in"),
     ],

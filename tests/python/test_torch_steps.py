@@ -359,12 +359,12 @@ def test_what_fully_shard_does_not_divide_is_refused_before_it(
 def test_fully_shard_is_given_no_hybrid_adam_no_states_and_no_adapters() -> None:
     plugin = castor.TorchFSDPPlugin(device="cpu")
     model = tower()
-    with pytest.raises(NotImplementedError, match=r"HybridAdam steps whole.*torch.optim.AdamW"):
+    with pytest.raises(NotImplementedError, match=r"HybridAdam steps full.*torch.optim.AdamW"):
         castor.Booster(plugin).boost(model, castor.HybridAdam(model.parameters()))
     optimizer = torch.optim.AdamW(model.parameters())
     model(**tower_batch(0)).backward()
     optimizer.step()
-    with pytest.raises(castor.UsageError, match="has states of whole parameters"):
+    with pytest.raises(castor.UsageError, match="has states of full parameters"):
         castor.Booster(plugin).boost(model, optimizer)
     adapted = peft.get_peft_model(tower(), peft.LoraConfig(target_modules=["head"]))
     with pytest.raises(NotImplementedError, match="does not divide PeftModels"):

@@ -53,7 +53,7 @@ def test_copies_have_the_bits_of_one_copy(name: str, trained: Any) -> None:
         weights, losses, two = trained(name, 2, rank)
         assert same(weights, expected)
         assert losses == losses_of_one
-        assert two["rank_part_bytes"] == 2 * one["rank_part_bytes"]
+        assert two["rank_shard_bytes"] == 2 * one["rank_shard_bytes"]
 
 
 def test_a_rank_keeps_as_many_parts_as_there_are_copies(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def memory(_: Path) -> None:
             boosted.step(_tower_loss(boosted.model, 0, rank))
             after = boosted.booster.report(boosted.model)
             distributed.barrier()
-            print(before.host_bytes, after.host_bytes, before.rank_part_bytes,
-                  before.rank_window_bytes, before.rank_gradient_part_bytes, sum(sizes),
+            print(before.host_bytes, after.host_bytes, before.rank_shard_bytes,
+                  before.rank_window_bytes, before.rank_gradient_shard_bytes, sum(sizes),
                   max(sizes))  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def on_machines(directory: Path) -> None:
             torch.save(copies(boosted.model.parameters()), directory / f"{stage}.{rank}.pt")
             distributed.barrier()
             used = sum(chunk_bytes(boosted.model))
-            print(report.zero_stage, report.rank_shared_bytes > 0, report.rank_part_bytes / used)
+            print(report.zero_stage, report.rank_shared_bytes > 0, report.rank_shard_bytes / used)
         for stage, num_copies in (("auto", 4), (2, 2)):
             print(_said(lambda: boost(TOWER, zero_stage=stage, extra_dp_size=num_copies)))  # noqa: B023
 

@@ -150,8 +150,8 @@ def memory(_: Path) -> None:
             boosted.step(_tower_loss(boosted.model, 0, rank))
             after = boosted.booster.report(boosted.model)
             distributed.barrier()
-            print(report.zero_stage, report.host_bytes, after.host_bytes, report.rank_part_bytes,
-                  report.rank_window_bytes, report.rank_gradient_part_bytes,
+            print(report.zero_stage, report.host_bytes, after.host_bytes, report.rank_shard_bytes,
+                  report.rank_window_bytes, report.rank_gradient_shard_bytes,
                   after.rank_gradient_copy_bytes, after.rank_gradient_copy_peak_bytes,
                   sum(sizes), max(sizes))  # fmt: skip
 
@@ -349,7 +349,7 @@ def in_common(_: Path) -> None:
         for stage in ("auto", 1, 2, 3):
             booster, model, _optimizer = boost(TOWER, zero_stage=stage)
             report = booster.report(model)
-            print(report.zero_stage, report.rank_part_bytes, report.rank_shared_bytes > 0)
+            print(report.zero_stage, report.rank_shard_bytes, report.rank_shared_bytes > 0)
 
 
 SAVED = {"fp32": TIGHT, "split": CLOSE["bf16 split"]}

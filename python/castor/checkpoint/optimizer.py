@@ -161,7 +161,7 @@ def state_of_optimizer(
     driver = driver_of(optimizer)
     if driver is None and share is not None:
         raise UsageError(
-            f"this {type(optimizer).__name__} is not boosted, and ranks with parts of a model "
+            f"this {type(optimizer).__name__} is not boosted, and ranks with shards of a model "
             "write states of optimizers that booster.boost was given with it; where it trains "
             "another model, give that as model="
         )

@@ -168,7 +168,7 @@ class GeminiConfig:
     keep_fp32: tuple[str | type[nn.Module], ...] = ()
     """Parameters that stay float32 in 16-bit precisions: patterns of names, or classes."""
     gather_embeddings: bool = False
-    """Whether embeddings stay at home, where forward reads the rows that it looks up."""
+    """Whether embeddings stay in host memory, where forward reads the rows that it looks up."""
     tile_logits: TileLogits = "auto"
     """Whether, or in how many rows at once, the loss computes the logits."""
     activations: Activations = "keep"
@@ -178,7 +178,7 @@ class GeminiConfig:
     zero_stage: ZeroStage = "auto"
     """ZeRO stage that several ranks run at least."""
     extra_dp_size: int = 1
-    """Copies of the weights that they keep in parts."""
+    """Copies of the weights that they keep in shards."""
     device: str = "cpu"
     """Device that the model computes on: "cpu" or a GPU such as "cuda:0"."""
 
@@ -211,9 +211,9 @@ class GeminiConfig:
             check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
             if self.gpu_margin_mem_ratio > 0 and self.placement_policy != "auto":
                 raise ValueError(
-                    f"gpu_margin_mem_ratio={self.gpu_margin_mem_ratio} bounds what "
-                    f"placement_policy='auto' promotes, and {self.placement_policy!r} promotes "
-                    "nothing; leave it out"
+                    f"gpu_margin_mem_ratio={self.gpu_margin_mem_ratio} bounds the chunks that "
+                    "placement_policy='auto' keeps resident on the device, and "
+                    f"{self.placement_policy!r} keeps none; leave it out"
                 )
         if not isinstance(self.gather_embeddings, bool):
             raise TypeError(f"gather_embeddings is {self.gather_embeddings!r}; give a bool")

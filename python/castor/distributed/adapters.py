@@ -27,8 +27,8 @@ def beneath_adapters(model: nn.Module) -> nn.Module:
     if prompts:
         raise NotImplementedError(
             f"adapter '{prompts[0]}' of this {type(model).__name__} is made of prompts, which are "
-            "put in front of a call of the full model, and ranks that divide a model train adapters"
-            " of its layers (LoRA): give tp_size=1, ep_size=1, sp_size=1 and pp_size=1, with which "
+            "put in front of a call of the full model, and ranks with shards of a model train "
+            "adapters of its layers (LoRA): give tp_size=1, ep_size=1, sp_size=1 and pp_size=1, with which "
             "ranks train prompts with other data each"
         )
     base: nn.Module = of_peft.get_base_model()
@@ -94,12 +94,12 @@ def _check(name: str, layer: Any, kinds: set[str]) -> None:
     if not linear or not (kinds <= _OUTPUTS or kinds <= ROWS):
         what = type(getattr(layer, "base_layer", layer)).__name__
         raise NotImplementedError(
-            f"'{name}' is a {type(layer).__name__} of PEFT over a {what}, and ranks divide LoRA of "
-            "linear layers: leave it out of target_modules and modules_to_save"
+            f"'{name}' is a {type(layer).__name__} of PEFT over a {what}, and tensor parallelism "
+            "shards LoRA of linear layers: leave it out of target_modules and modules_to_save"
         )
     if layer.lora_variant:
         variant = type(next(iter(layer.lora_variant.values()))).__name__
         raise NotImplementedError(
-            f"'{name}', which ranks divide, has a {variant} of PEFT, which needs the whole weight: "
+            f"'{name}', which ranks shard, has a {variant} of PEFT, which needs the full weight: "
             "give plain LoRA (use_dora=False)"
         )

@@ -351,7 +351,7 @@ class PipelineParallel:
             raise UsageError(
                 f"rank {self._rank} of {self.ranks.size} has some stages of the model that this "
                 f"{type(module).__name__} belongs to, and its state_dict would lack the others: "
-                "booster.save_model, or booster.save, on all ranks writes the whole"
+                "booster.save_model, or booster.save, on all ranks writes the full model"
             )
 
 

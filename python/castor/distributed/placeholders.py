@@ -30,7 +30,7 @@ class _Placeholder(nn.Module):
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(
             f"other ranks have some stages of this model, and a {what} would lack them: "
-            "booster.save_model on all ranks writes the whole one"
+            "booster.save_model on all ranks writes the full one"
         )
 
 

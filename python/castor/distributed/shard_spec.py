@@ -182,8 +182,8 @@ def check_blocks(
         if any(cut.blocks_of_rank(ranks, rank) is None for rank in range(ranks.size)):
             raise NotImplementedError(
                 f"optim_state_format='split_int8' rounds moments in blocks of {_C.MOMENT_BLOCK} "
-                f"elements, and the parts of '{name}' on {ranks.size} ranks, "
-                f"{cut.shape_of(0, ranks.size)} of {cut.shape}, are no whole blocks: give 'split' "
+                f"elements, and the shards of '{name}' on {ranks.size} ranks, "
+                f"{cut.shape_of(0, ranks.size)} of {cut.shape}, are no full blocks: give 'split' "
                 "or 'split_bf16', or fewer ranks"
             )
 
@@ -238,7 +238,7 @@ def check_reader(ranks: TensorRanks, module: nn.Module, _prefix: str, keep_vars:
     """
     if not keep_vars:
         raise UsageError(
-            f"rank {ranks.rank} of {ranks.size} has parts of this {type(module).__name__}'s "
+            f"rank {ranks.rank} of {ranks.size} has shards of this {type(module).__name__}'s "
             "parameters, and its state_dict would hold those: booster.save_model, or booster.save, "
-            "on all ranks writes the whole"
+            "on all ranks writes the full model"
         )

@@ -49,8 +49,8 @@ class Part:
 
     def _refuse(self) -> NoReturn:
         raise UsageError(
-            f"rank {self._ranks.rank} of {self._ranks.size} has a part of this model only, and a "
-            "copy of it, or a pickle, would be no model: booster.save_model writes the whole one"
+            f"rank {self._ranks.rank} of {self._ranks.size} has shards of this model only, and a "
+            "copy of it, or a pickle, would be no model: booster.save_model writes the full one"
         )
 
 

@@ -277,8 +277,8 @@ class TensorParallel:
         part = self._forwards.get(head)
         if part is None or part.forward is not styles.gathered_columns:
             raise NotImplementedError(
-                f"parallel_output=True needs a divided output embedding, and the plan of this "
-                f"{type(model).__name__} leaves it whole"
+                f"parallel_output=True needs a vocab-parallel output embedding, and the plan "
+                f"of this {type(model).__name__} leaves it unsharded"
             )
         loss.width = part.argument
         count = "nf" if styles.is_conv1d(head) else "out_features"
@@ -362,7 +362,7 @@ class TensorParallel:
     ) -> ShardSpec:
         if is_packed(param):
             raise UsageError(
-                f"parameter '{name}' is quantised, and a part of its bytes is no part of its "
+                f"parameter '{name}' is quantised, and a shard of its bytes is no shard of its "
                 "weights: train quantised models without tp_size and ep_size"
             )
         length, (copies, shared) = param.shape[dim], sharing
@@ -384,8 +384,8 @@ class TensorParallel:
         )
         if self.cuts.setdefault(param, cut) != cut:
             raise UsageError(
-                f"'{name}' is tied to a parameter that is cut in another way; give a tp_plan that "
-                "cuts both alike"
+                f"'{name}' is tied to a parameter that is sharded in another way; give a tp_plan "
+                "that shards both in the same way"
             )
         return cut
 
@@ -400,11 +400,11 @@ class TensorParallel:
         self._forwards[module] = styles.Part(module, forward, self.ranks, argument)
 
     def _refuse_module(self, name: str, module: nn.Module, kind: str) -> NoReturn:
-        raise UsageError(f"'{name}' is a {type(module).__name__}, which '{kind}' cannot cut")
+        raise UsageError(f"'{name}' is a {type(module).__name__}, which '{kind}' cannot shard")
 
     def _refuse_style(self, name: str, kind: str) -> NoReturn:
         raise NotImplementedError(
-            f"the plan cuts '{name}' by '{kind}', which castor does not know; give a tp_plan of "
+            f"the plan shards '{name}' by '{kind}', which castor does not know; give a tp_plan of "
             "your own (castor.distributed.tensor_plan lists its styles)"
         )
 

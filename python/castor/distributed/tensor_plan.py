@@ -286,8 +286,8 @@ def _complete(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) -> 
             if f"{name}.{part}" not in plan and param.numel() > 1:
                 raise NotImplementedError(
                     f"'{name}.{part}' is a parameter beside layers that tp_size={size} ranks "
-                    f"divide, and the plan of this {type(model).__name__} does not say what of it "
-                    f"a rank has: {_OWN_PLAN} in which it is 'colwise' (a part) or "
+                    f"shard, and the plan of this {type(model).__name__} does not say what of it "
+                    f"a rank has: {_OWN_PLAN} in which it is 'colwise' (a shard) or "
                     "'replicated_with_grad_allreduce' (all of it)"
                 )
         _check_kinds(name, {part: p for part, p in own.items() if p.ndim > 1}, kinds)
@@ -302,7 +302,7 @@ def _check_kinds(name: str, own: Mapping[str, nn.Parameter], kinds: Kinds) -> No
         outputs, inputs = param.shape[-2], own[rows[0]].shape[-1]
         if outputs != inputs:
             raise NotImplementedError(
-                f"the plan cuts '{name}.{part}' by 'colwise', and it has {outputs} outputs where "
+                f"the plan shards '{name}.{part}' by 'colwise', and it has {outputs} outputs where "
                 f"'{rows[0]}' takes {inputs}: of kinds that lie one behind the other each rank "
                 f"would have another: {_OWN_PLAN} in which it is 'packed_colwise', if there are two"
             )

@@ -79,7 +79,7 @@ class TensorRanks(Peers):
         for rank, (other, _) in enumerate(everyone):
             if other != everyone[0][0] and not unless(everyone[0][0], other):
                 raise UsageError(
-                    f"rank 0 is at {everyone[0][0]}, and rank {rank} at {other}: ranks with parts "
+                    f"rank 0 is at {everyone[0][0]}, and rank {rank} at {other}: ranks with shards "
                     "of one model take part in each other's passes and steps; give all as many "
                     "batches and micro-batches"
                 )

@@ -39,9 +39,9 @@ def check_whole_gradients(
             if finite and most > _ROUNDING * total and abs(one - other) > _ALIKE * most:
                 name = next(name for name, known in model.named_parameters() if known is param)
                 raise UsageError(
-                    f"all {len(squares)} ranks that divide layers have parameter '{name}' whole, "
+                    f"all {len(squares)} tensor-parallel ranks have the full parameter '{name}', "
                     f"and its gradient is another on rank {rank} than on rank 0: it is computed "
-                    "with parts of heads or hidden units, which the plan does not say: give a "
+                    "with shards of heads or hidden units, which the plan does not say: give a "
                     f"tp_plan that has it, as {{**model.tp_plan, '{name}': "
                     "'replicated_with_grad_allreduce'}"
                 )

@@ -151,7 +151,7 @@ class End(_Needs):
     def needs_nvme(self) -> bool:
         """Whether the host has no room, and there is NVMe.
 
-        What ranks with common homes would have there is not planned.
+        Chunks that ranks share in host memory are not planned to be there.
         """
         machine = self._cluster.machine
         if machine.nvme is None or ranks_of_homes(self._layout, self._cluster) > 1:

@@ -34,7 +34,7 @@ class Workload:
     max_prefetch: int = 1
     """Chunks that may be fetched ahead of their use, as in GeminiPlugin."""
     gather_embeddings: bool = False
-    """Whether embeddings stay at home, as in GeminiPlugin."""
+    """Whether embeddings stay in host memory, as in GeminiPlugin."""
     lora_rank: int | None = None
     """Rank of LoRA adapters on all linear layers; the other parameters are frozen. None: none."""
     four_bit_base: bool = False

@@ -251,18 +251,18 @@ def _check_updates(optimizers: Sequence[Optimizer], asked: str) -> None:
     for optimizer, rule in zip(optimizers, rules_of(optimizers, "cpu"), strict=True):
         if rule is None:
             raise NotImplementedError(
-                f"with {asked} a {type(optimizer).__name__} would step parts of "
-                f"matrices as if they were whole; use one of {', '.join(CLASSES)}, which step "
+                f"with {asked} a {type(optimizer).__name__} would step shards of "
+                f"matrices as if they were full ones; use one of {', '.join(CLASSES)}, which step "
                 "elements, and of several one kind"
             )
-    check_states(optimizers, f"whole parameters, which {asked}")
+    check_states(optimizers, f"full parameters, which {asked}")
 
 
 def check_states(optimizers: Sequence[Optimizer], of_what: str) -> None:
-    """Raises UsageError of an optimizer that has stepped whole parameters."""
+    """Raises UsageError of an optimizer that has stepped full parameters."""
     for optimizer in optimizers:
         if optimizer.state:
             raise UsageError(
                 f"the {type(optimizer).__name__} has states of {of_what} ranks are about to "
-                "divide; boost it before its first step, and load a checkpoint afterwards"
+                "shard; boost it before its first step, and load a checkpoint afterwards"
             )

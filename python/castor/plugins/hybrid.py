@@ -142,13 +142,13 @@ class HybridParallelPlugin(GeminiPlugin):
             raise TypeError(f"parallel_output is {parallel_output!r}; give True or False")
         if parallel_output and tp_size == 1:
             raise ValueError(
-                "parallel_output=True divides the loss among ranks that divide the vocabulary, and "
+                "parallel_output=True divides the loss among ranks that shard the vocabulary, and "
                 "with tp_size=1 there are none; leave it out, or give a tp_size of 2 or more"
             )
         if tp_size > 1 and ep_size not in (1, tp_size):
             raise NotImplementedError(
-                f"ep_size={ep_size} does not go with tp_size={tp_size}: the ranks that divide "
-                f"layers are those that divide experts; give ep_size={tp_size}, or tp_size=1"
+                f"ep_size={ep_size} does not go with tp_size={tp_size}: the "
+                f"tensor-parallel ranks are the expert-parallel ones; give ep_size={tp_size}, or tp_size=1"
             )
         if tp_size > 1:
             _check_divided_layers(gemini, tp_size, divides_loss=parallel_output)
@@ -197,7 +197,7 @@ def _check_between_layers(tp_size: int, sp_size: int) -> None:
     asked = f"sequence_parallelism_mode={BETWEEN_LAYERS!r}"
     if tp_size == 1:
         raise ValueError(
-            f"{asked} divides tokens between the layers that tp_size ranks divide, and with "
+            f"{asked} divides tokens between the layers that tp_size ranks shard, and with "
             "tp_size=1 none are; give a tp_size of 2 or more, or sp_size with another mode"
         )
     if sp_size > 1:
@@ -293,6 +293,6 @@ def _check_divided_layers(gemini: Mapping[str, Any], size: int, *, divides_loss:
         )
     if gemini.get("gather_embeddings"):
         raise NotImplementedError(
-            f"gather_embeddings=True reads whole embeddings, and tp_size={size} ranks divide them; "
+            f"gather_embeddings=True reads full embeddings, and tp_size={size} ranks shard them; "
             "leave it out"
         )

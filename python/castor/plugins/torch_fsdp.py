@@ -183,7 +183,7 @@ class TorchFSDPPlugin(TorchPlugin):
         for optimizer in optimizers:
             if isinstance(optimizer, HybridAdam):
                 raise NotImplementedError(
-                    "HybridAdam steps whole tensors, and TorchFSDPPlugin leaves each rank a part: "
+                    "HybridAdam steps full tensors, and TorchFSDPPlugin leaves each rank a shard: "
                     "use torch.optim.AdamW"
                 )
-        check_states(optimizers, "whole parameters, which fully_shard's")
+        check_states(optimizers, "full parameters, which fully_shard's")

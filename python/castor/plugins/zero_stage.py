@@ -34,23 +34,23 @@ def group_of_reads(
     stage, copies = config.zero_stage, config.extra_dp_size
     size = layout.data.size if layout.data else 1
     if size % copies:
-        trained = f"of {size} ranks with the same part of it" if size > 1 else "where one has it"
+        trained = f"of {size} ranks with the same shard of it" if size > 1 else "where one has it"
         raise ValueError(
-            f"extra_dp_size={copies} copies of the model's weights are cut over as many ranks "
+            f"extra_dp_size={copies} copies of the model's weights are sharded over as many ranks "
             f"each, {trained}: start a multiple of {copies} ranks, or give a number that divides "
             f"{size}"
         )
     if copies > 1 and config.device != "cpu":
         raise NotImplementedError(
             f"extra_dp_size={copies} says how many copies of the weights {size} ranks keep in "
-            f"parts, and on {config.device!r} each of them has whole ones; give extra_dp_size=1"
+            f"shards, and on {config.device!r} each of them has full ones; give extra_dp_size=1"
         )
     if layout.data is None or stage in ("auto", 1):
         return ""
     if config.device != "cpu":
         raise NotImplementedError(
-            f"zero_stage={stage} cuts homes of ranks that compute on the CPU device, and this one "
-            f"computes on {config.device!r}, where each of {size} ranks keeps its own, "
+            f"zero_stage={stage} shards the host storage of ranks that compute on the CPU device, "
+            f"and this one computes on {config.device!r}, where each of {size} ranks keeps its own, "
             "page-locked; give zero_stage=1"
         )
     kept = "gradients" if stage == 2 else "weights and gradients"

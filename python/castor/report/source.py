@@ -115,11 +115,11 @@ class Source:
         h2d = sum(t.bytes for t in fetches)
         d2h = sum(t.bytes for t in step.transfers if t.kind != "fetch")
         loss, rate = self.last_loss(), self.rate()
-        promoted = [
+        resident = [
             (
-                "Promoted",
-                size(memory.promoted_bytes),
-                f"{memory.promoted_chunks} chunks live on the device, optimizer state included",
+                "Resident",
+                size(memory.resident_bytes),
+                f"{memory.resident_chunks} chunks live on the device, optimizer state included",
             )
         ]
         recomputed = [
@@ -161,7 +161,7 @@ class Source:
             *(offloaded if memory.offloaded_blocks else []),
             *(tiled if memory.tiled_blocks else []),
             ("Host memory", size(memory.host_bytes), f"in {memory.num_chunks} chunks"),
-            *(promoted if memory.promoted_chunks else []),
+            *(resident if memory.resident_chunks else []),
             ("Loss", "unknown" if loss is None else f"{loss:.4f}", f"of step {memory.steps}"),
             (
                 "Speed",

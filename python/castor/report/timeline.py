@@ -45,7 +45,7 @@ class Transfer(NamedTuple):
     wait_ns: int
     """Time that the first use of the chunk waited for the rest."""
     bytes: int
-    """Copied; 0 for a chunk whose home was up to date."""
+    """Copied; 0 for a chunk whose host storage was up to date."""
 
     @property
     def stall_ns(self) -> int:
@@ -129,7 +129,7 @@ class StepTimeline:
         on_device = self.on_device()
         for i, chunk in enumerate(self.chunks):
             for kind, (now, size) in chunk.payloads.items():
-                # A chunk that was promoted after the step came from the host.
+                # A chunk that became resident after the step came from the host.
                 home = "device" if i in on_device else "host" if now == "device" else now
                 if home == tier:
                     totals[kind] = totals.get(kind, 0) + size

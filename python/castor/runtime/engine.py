@@ -64,7 +64,7 @@ class EngineSettings:
     link_bytes_per_second: int = 0
     """CPU device: of an emulated link to it, each way; 0: memory's own bandwidth."""
     gather_embeddings: bool = False
-    """Whether embeddings stay at home, where forward reads the rows that it looks up."""
+    """Whether embeddings stay in host memory, where forward reads the rows that it looks up."""
     trace_file: Path | None = None
     """A trace of this model from an earlier run."""
     nvme_directory: Path | None = None
@@ -77,7 +77,7 @@ class EngineSettings:
     zero_stage: int = 0
     """ZeRO stage that ranks run at least (Rajbhandari et al. 2020, section 5); 0: any."""
     extra_dp_size: int = 1
-    """Copies of the weights that ranks keep in parts."""
+    """Copies of the weights that ranks keep in shards."""
 
 
 class Engine(Together):
@@ -244,20 +244,20 @@ class Engine(Together):
         """A parameter's values as the host reads and writes them, until the next forward.
 
         Args:
-            param: A parameter of the model, at home; any other tensor is returned as it is.
+            param: A parameter of the model, in host memory; any other tensor is returned as it is.
 
         Returns:
-            A CPU tensor over its home; the parameter itself where that is a GPU's memory or NVMe.
+            A CPU tensor over its host storage; the parameter itself where that is a GPU's memory or NVMe.
         """
         index = self.index_of.get(param)  # type: ignore[call-overload]
         home = None if index is None else self.session.home(index)
         return param if home is None else home
 
     def _finish(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """A lazy parameter has its values: makes home and master of them."""
+        """A lazy parameter has its values: makes host storage and master of them."""
         if self.ranks:
             self.ranks.share(values)
-        if values.element_size() < param.element_size():  # _place may have put them at home:
+        if values.element_size() < param.element_size():  # _place may have put them there:
             values = values.clone()  # what is written first would overwrite what is read later
         self.session.adopt(self.index_of[param], values)
         if self.ranks:

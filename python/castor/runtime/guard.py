@@ -168,7 +168,7 @@ def _check_parametrization(holder: nn.Module, name: str, added: nn.Module | None
 def _forget_write(param: nn.Parameter) -> None:
     """A parameter has been parametrized, which sets its memory to what it is: no write of values.
 
-    The chunk would be copied home as a written one, and a block that is recomputed refused.
+    The chunk would be copied to the host as a written one, and a block that is recomputed refused.
     """
     if not param.is_inference():
         version = param._version - _versions_of_parametrizing()

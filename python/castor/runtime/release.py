@@ -32,7 +32,7 @@ _FLAGS = (
 def release_model(model: nn.Module, engine: Engine) -> None:
     """Takes everything of castor's off the model; the session goes with the engine.
 
-    Parameters keep the memory of their homes, which the session leaves to them. Those on NVMe get
+    Parameters keep their host storage, which the session leaves to them. Those on NVMe get
     memory of their own.
 
     Args:

@@ -15,7 +15,7 @@ class MemoryUse:
     nonmodel_bytes: int
     """Share of these for activations, temporaries and gradients on their way."""
     host_bytes: int
-    """Chunk payloads on the host, and room there for those that are promoted."""
+    """Chunk payloads on the host, and room there for those of resident chunks."""
 
 
 @dataclass(kw_only=True)
@@ -64,12 +64,12 @@ class MemoryReport:
     """Device budget of all models of the plugin; never passed."""
     peak_nonmodel_bytes: int
     """Highest total of activations, temporaries and gradients on their way."""
-    promoted_bytes: int
+    resident_bytes: int
     """Device bytes that chunks take which placement_policy="auto" keeps there for good, now."""
-    promoted_chunks: int
+    resident_chunks: int
     """Number of these chunks; their place on the host stays reserved."""
     host_bytes: int
-    """Chunk payloads on the host now, and room there for those that are promoted."""
+    """Chunk payloads on the host now, and room there for those of resident chunks."""
     host_budget_bytes: int
     """Host budget of all models of the plugin."""
     nvme_bytes: int
@@ -150,12 +150,12 @@ class MemoryReport:
     rank_shared_bytes: int
     """Weights and gradients that ranks of this machine keep once for all of them; 0: each has its
     own."""
-    rank_part_bytes: int
+    rank_shard_bytes: int
     """Host bytes of this rank's shards of weights: one shard of each chunk, or as many as there are
     copies (extra_dp_size); 0: there are none."""
     rank_window_bytes: int
     """Host bytes of the window in which full chunks are gathered, one by one."""
-    rank_gradient_part_bytes: int
+    rank_gradient_shard_bytes: int
     """Host bytes of this rank's shard of the ranks' mean gradients; 0: they are full on every rank,
     or shared."""
     rank_gradient_copy_bytes: int
@@ -274,11 +274,11 @@ def _summary(report: MemoryReport) -> list[tuple[str, str]]:
                 f"{size(report.nvme_written_bytes)} written ({report.nvme_engine})",
             )
         )
-    if report.promoted_chunks:
+    if report.resident_chunks:
         found.append(
             (
-                "promoted",
-                f"{size(report.promoted_bytes)} in {report.promoted_chunks:,} chunks that live on "
+                "resident",
+                f"{size(report.resident_bytes)} in {report.resident_chunks:,} chunks that live on "
                 "the device",
             )
         )

@@ -47,7 +47,7 @@ class ModelSpec:
 
         Args:
             model: The model.
-            gather_embeddings: Whether its nn.Embedding modules read their rows at home.
+            gather_embeddings: Whether its nn.Embedding modules read their rows in host memory.
 
         Raises:
             UsageError: The model has no parameters, or one that castor cannot manage; or it has no

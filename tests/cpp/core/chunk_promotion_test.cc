@@ -86,7 +86,7 @@ TEST_F(ChunkPromotionTest, APromotedChunkHasAllItsPayloadsOnTheDevice) {
   EXPECT_TRUE(manager().resident(kA));
   EXPECT_EQ(manager().state(param_id(0)), TensorState::kHold);
   EXPECT_EQ(used(), kWhole);
-  EXPECT_EQ(manager().promoted_bytes(), kWhole);
+  EXPECT_EQ(manager().resident_bytes(), kWhole);
   EXPECT_EQ(manager().counts().h2d_bytes, kWhole);
   EXPECT_EQ(manager().counts().promotions, 1u);
   for (const PayloadKind kind : {PayloadKind::kParam, PayloadKind::kGrad, state_payload(0)}) {
@@ -128,7 +128,7 @@ TEST_F(ChunkPromotionTest, ADemotedChunkIsAStreamedOneThatIsResident) {
   EXPECT_EQ(rig_->binder.address(kA), address) << "an operator under way may be reading it";
   EXPECT_EQ(used(), kChunk);
   EXPECT_EQ(manager().slot_bytes(), kChunk);
-  EXPECT_EQ(manager().promoted_bytes(), 0u);
+  EXPECT_EQ(manager().resident_bytes(), 0u);
   EXPECT_EQ(manager().counts().d2h_bytes, kWhole);
   EXPECT_EQ(manager().counts().demotions, 1u);
   EXPECT_TRUE(holds(kA, PayloadKind::kGrad, 78));

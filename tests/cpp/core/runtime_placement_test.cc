@@ -72,8 +72,8 @@ TEST(RuntimePlacementTest, TheFirstStepByPlanDecides) {
   EXPECT_FALSE(machine.runtime->placement_due()) << "the warm-up step lacks what loops keep";
   const RuntimeCounts counts = machine.train_and_place(step);
   EXPECT_EQ(machine.promoted(), (Ids{0, 1, 2}));
-  EXPECT_EQ(counts.promoted_chunks, 3u);
-  EXPECT_EQ(counts.promoted_bytes, 3 * kAll);
+  EXPECT_EQ(counts.resident_chunks, 3u);
+  EXPECT_EQ(counts.resident_bytes, 3 * kAll);
   EXPECT_EQ(counts.plans, 2u);
   EXPECT_EQ(machine.train_and_place(step).demand_fetches, 0u);
   EXPECT_FALSE(machine.runtime->placement_due()) << "decided until something changes";

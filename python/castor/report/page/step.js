@@ -10,7 +10,7 @@ const CAUSES = {
 };
 const EVICTED_FOR = {
   demand: "room for a chunk that a module needed", prefetch: "room for a chunk fetched ahead", plan: CAUSES.plan,
-  pressure: CAUSES.pressure, step_end: "end of the step: every chunk goes home",
+  pressure: CAUSES.pressure, step_end: "end of the step: every chunk leaves",
 };
 const CSS = getComputedStyle(document.documentElement);
 const color = (name) => CSS.getPropertyValue(`--${name}`).trim();
@@ -213,7 +213,7 @@ function transferName(i) {
   if (transfers.kind[i] === FETCH) {
     return cause === "prefetch" ? "prefetch" : `fetch: ${CAUSES[cause] ?? cause}`;
   }
-  return transfers.kind[i] === EVICTION ? `eviction: ${EVICTED_FOR[cause]}` : "gradient to its home";
+  return transfers.kind[i] === EVICTION ? `eviction: ${EVICTED_FOR[cause]}` : "gradient to the host";
 }
 
 function drawResidency() {
