@@ -100,7 +100,7 @@ class Booster(Checkpoints):
         """Takes castor off a boosted model and its optimizers, in place: they are ordinary again.
 
         To change the model (adapters merged or added, layers replaced), to hand it on, or to boost
-        it anew with other settings. Parameters stay where their host storage is, in the precision that
+        it anew with other settings. Parameters stay in their host storage, in the precision that
         they have; what is on NVMe comes into memory. Gradients stay what they are.
 
         Args:

@@ -28,8 +28,8 @@ def beneath_adapters(model: nn.Module) -> nn.Module:
         raise NotImplementedError(
             f"adapter '{prompts[0]}' of this {type(model).__name__} is made of prompts, which are "
             "put in front of a call of the full model, and ranks with shards of a model train "
-            "adapters of its layers (LoRA): give tp_size=1, ep_size=1, sp_size=1 and pp_size=1, with which "
-            "ranks train prompts with other data each"
+            "adapters of its layers (LoRA): give tp_size=1, ep_size=1, sp_size=1 and pp_size=1, "
+            "with which ranks train prompts with other data each"
         )
     base: nn.Module = of_peft.get_base_model()
     return base

@@ -48,7 +48,7 @@ class Estimate:
     device_bytes: int
     """Peak of the step; where it does not fit, the least that it needs."""
     host_bytes: int
-    """Parameters, gradients and optimizer state on the host, and window buffers of those on NVMe."""
+    """Parameters, gradients and optimizer state there, and window buffers of those on NVMe."""
     nvme_bytes: int
     """Optimizer state, parameters and gradients that the host has no room for."""
     nvme_weight_bytes: int

@@ -147,8 +147,8 @@ class HybridParallelPlugin(GeminiPlugin):
             )
         if tp_size > 1 and ep_size not in (1, tp_size):
             raise NotImplementedError(
-                f"ep_size={ep_size} does not go with tp_size={tp_size}: the "
-                f"tensor-parallel ranks are the expert-parallel ones; give ep_size={tp_size}, or tp_size=1"
+                f"ep_size={ep_size} does not go with tp_size={tp_size}: the tensor-parallel ranks "
+                f"are the expert-parallel ones; give ep_size={tp_size}, or tp_size=1"
             )
         if tp_size > 1:
             _check_divided_layers(gemini, tp_size, divides_loss=parallel_output)

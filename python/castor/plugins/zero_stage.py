@@ -50,8 +50,8 @@ def group_of_reads(
     if config.device != "cpu":
         raise NotImplementedError(
             f"zero_stage={stage} shards the host storage of ranks that compute on the CPU device, "
-            f"and this one computes on {config.device!r}, where each of {size} ranks keeps its own, "
-            "page-locked; give zero_stage=1"
+            f"and this one computes on {config.device!r}, where each of {size} ranks keeps its "
+            "own, page-locked; give zero_stage=1"
         )
     kept = "gradients" if stage == 2 else "weights and gradients"
     if None in rules:

@@ -247,7 +247,8 @@ class Engine(Together):
             param: A parameter of the model, in host memory; any other tensor is returned as it is.
 
         Returns:
-            A CPU tensor over its host storage; the parameter itself where that is a GPU's memory or NVMe.
+            A CPU tensor over its host storage; the parameter itself where that is a GPU's memory or
+            NVMe.
         """
         index = self.index_of.get(param)  # type: ignore[call-overload]
         home = None if index is None else self.session.home(index)
