@@ -35,7 +35,7 @@ SAME_AS_GROUP = {
 """The bits of ranks that share nothing."""
 ON_THREE = {name: EXACT[name] for name in ("tight", "uneven")}
 EVENTFUL = ("tight", "overlap", "split", "lazy", "unlike")
-STEPS = 6
+STEPS = 4
 
 
 @contextmanager

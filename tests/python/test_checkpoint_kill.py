@@ -10,7 +10,7 @@ import pytest
 import grids
 
 SCRIPT = Path(__file__).with_name("dying_run.py")
-LIVES = 50 if grids.WHOLE else 25
+LIVES = 50 if grids.WHOLE else 12
 
 
 @pytest.mark.slow
