@@ -55,8 +55,8 @@ class Settings:
     positions: int = 1024
     batch: int = 2
     sequence: int = 128
-    steps: int = 150
-    warmup_steps: int = 20
+    steps: int = 20
+    warmup_steps: int = 5
     lr: float = 3e-4
     seed: int = 0
     precision: str = "fp32"
