@@ -1,4 +1,4 @@
-"""scripts/check_prose.py finds docstrings without a subject, and no others."""
+"""scripts/check_prose.py finds docstrings without a subject and long sentences, and no others."""
 
 import subprocess
 import sys
@@ -34,5 +34,25 @@ def test_each_docstring_without_a_subject_is_named(tmp_path: Path) -> None:
     assert said.splitlines() == [
         "python/castor/module.py:3: begins without a subject: Of a chunk.",
         "python/castor/module.py:5: begins without a subject: What it does.",
-        "prose: 2 docstrings without a subject",
+        "prose: 2 faults",
+    ]
+
+
+def test_each_long_sentence_of_the_docs_is_named(tmp_path: Path) -> None:
+    long = " ".join(["word"] * 36) + "."
+    guides = tmp_path / "docs" / "guides"
+    guides.mkdir(parents=True)
+    (tmp_path / "docs" / "design").mkdir()
+    (tmp_path / "docs" / "design" / "note.md").write_text(long)
+    (tmp_path / "CHANGELOG.md").write_text(long)
+    (guides / "page.md").write_text(
+        f"# {long}\n\n| {long} | table |\n\n```text\n{long}\n```\n\n"
+        f"Short. {long[:-1]}\nmore.\n\n- {long[5:]} An item.\n- {long}\n"
+    )
+    status, said = check(tmp_path)
+    assert status == 1
+    assert said.splitlines() == [
+        "docs/guides/page.md:9: a sentence of 37 words: " + long[:60] + "...",
+        "docs/guides/page.md:13: a sentence of 36 words: " + long[:60] + "...",
+        "prose: 2 faults",
     ]
