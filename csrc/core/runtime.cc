@@ -143,7 +143,7 @@ std::uint64_t Runtime::next_use(ModuleId module, std::size_t i) {
 
 void Runtime::record(EventKind kind, std::uint32_t id) {
   if (!tracer_.complete()) {
-    timeline_.drop_moment();
+    timeline_.drop_event();
     return;
   }
   const std::uint64_t now_ns = clock_();
@@ -165,8 +165,8 @@ void Runtime::record(EventKind kind, std::uint32_t id) {
   const std::size_t others = std::exchange(others_now_, kept_by_others());
   others_peak_ = std::max(others_peak_, others_now_);
   tracer_.record(kind, id, nonmodel_peaks_.take(nonmodel_->bytes()) + others, now_ns);
-  timeline_.moment(manager_.slot_bytes(), manager_.host().ledger().used(),
-                   device.take_window_peak());
+  timeline_.event(manager_.slot_bytes(), manager_.host().ledger().used(),
+                  device.take_window_peak());
 }
 
 void Runtime::advance(EventKind kind, ModuleId module) {

@@ -28,8 +28,8 @@ void TimelineRecorder::close_window(std::uint64_t device_peak_bytes) {
   }
 }
 
-void TimelineRecorder::moment(std::uint64_t slot_bytes, std::uint64_t host_bytes,
-                              std::uint64_t device_peak_bytes) {
+void TimelineRecorder::event(std::uint64_t slot_bytes, std::uint64_t host_bytes,
+                             std::uint64_t device_peak_bytes) {
   close_window(device_peak_bytes);
   step_.bytes.push_back({slot_bytes, 0, host_bytes});
 }
@@ -40,7 +40,7 @@ void TimelineRecorder::add(const Transfer& transfer) {
     return;
   }
   step_.transfers.push_back(transfer);
-  step_.transfers.back().moment = static_cast<std::uint32_t>(step_.bytes.size() - 1);
+  step_.transfers.back().event = static_cast<std::uint32_t>(step_.bytes.size() - 1);
 }
 
 void TimelineRecorder::fetched(ChunkId chunk, std::uint64_t bytes, std::uint64_t start_ns) {

@@ -28,12 +28,12 @@ enum class TransferCause : std::uint8_t {
   kBackward,  ///< a gradient is complete, or all of a chunk that is updated at once
 };
 
-/// One move. Times are nanoseconds since the step's first moment.
+/// One move. Times are nanoseconds since the step's first event.
 struct Transfer {
   TransferKind kind = TransferKind::kFetch;
   TransferCause cause = TransferCause::kDemand;
-  /// Index of the moment under way.
-  std::uint32_t moment = 0;
+  /// Index of the event under way.
+  std::uint32_t event = 0;
   ChunkId chunk{};
   std::uint64_t start_ns = 0;
   /// How long the caller was held up until the copy was under way (or done: CPU copies are).
@@ -51,20 +51,20 @@ enum class Guidance : std::uint8_t {
   kDiverged,  ///< the plan, until the step ran another module than planned
 };
 
-/// Bytes held at a moment.
-struct MomentBytes {
-  /// Slots that come and go, when the moment began.
+/// Bytes held at an event.
+struct EventBytes {
+  /// Slots that come and go, when the event began.
   std::uint64_t slot_bytes = 0;
-  /// Highest device total from this moment until the next one.
+  /// Highest device total from this event until the next one.
   std::uint64_t device_peak_bytes = 0;
-  /// Of the host tier, when the moment began.
+  /// Of the host tier, when the event began.
   std::uint64_t host_bytes = 0;
 };
 
-/// What one training step did, moment by moment. Value type.
+/// What one training step did, event by event. Value type.
 struct Timeline {
   Trace trace;
-  std::vector<MomentBytes> bytes;  ///< parallel to trace.events()
+  std::vector<EventBytes> bytes;  ///< parallel to trace.events()
   std::vector<Transfer> transfers;
   std::vector<ChunkId> resident_at_start;   ///< streamed chunks that inference left on the device
   std::vector<ChunkId> on_device_at_start;  ///< with all their payloads; an eviction of one of them
@@ -73,7 +73,7 @@ struct Timeline {
   std::uint64_t end_ns = 0;
   std::uint64_t peak_device_bytes = 0;
   Guidance guidance = Guidance::kDemand;
-  /// False where the step had more moments or transfers than the recorders keep.
+  /// False where the step had more events or transfers than the recorders keep.
   bool complete = true;
 };
 
@@ -94,8 +94,8 @@ class TimelineRecorder {
 
   void begin(std::uint64_t now_ns, std::vector<ChunkId> resident,
              std::vector<ChunkId> on_device = {});
-  /// `device_peak_bytes` is the peak since the previous moment: it belongs to that one.
-  void moment(std::uint64_t slot_bytes, std::uint64_t host_bytes, std::uint64_t device_peak_bytes);
+  /// `device_peak_bytes` is the peak since the previous event: it belongs to that one.
+  void event(std::uint64_t slot_bytes, std::uint64_t host_bytes, std::uint64_t device_peak_bytes);
   /// Why the transfers that follow happen. Returns what it was.
   TransferCause set_cause(TransferCause cause) noexcept { return std::exchange(cause_, cause); }
 
@@ -111,10 +111,10 @@ class TimelineRecorder {
   void begin_update();
 
   /// Ends the step: what was recorded, with its trace, becomes last(). `device_peak_bytes` as in
-  /// moment(). No effect when none is under way; a step without events leaves last() as it is.
+  /// event(). No effect when none is under way; a step without events leaves last() as it is.
   void finish(Trace trace, std::uint64_t device_peak_bytes, Guidance guidance);
-  /// A moment was lost: the step's timeline will not be complete.
-  void drop_moment() noexcept { step_.complete = false; }
+  /// An event was lost: the step's timeline will not be complete.
+  void drop_event() noexcept { step_.complete = false; }
   /// The last finished step; without events before there is one.
   [[nodiscard]] const Timeline& last() const noexcept { return last_; }
 

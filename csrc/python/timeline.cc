@@ -22,19 +22,19 @@ std::optional<py::dict> timeline(Session& session) {
   if (step.bytes.empty()) {
     return std::nullopt;
   }
-  py::list moments;
+  py::list events;
   for (std::size_t i = 0; i < step.bytes.size(); ++i) {
     const Event& event = step.trace.events()[i];
-    const MomentBytes& bytes = step.bytes[i];
-    moments.append(py::make_tuple(static_cast<std::uint8_t>(event.kind), event.id, event.time_ns,
-                                  bytes.slot_bytes, event.nonmodel_bytes, bytes.device_peak_bytes,
-                                  bytes.host_bytes));
+    const EventBytes& bytes = step.bytes[i];
+    events.append(py::make_tuple(static_cast<std::uint8_t>(event.kind), event.id, event.time_ns,
+                                 bytes.slot_bytes, event.nonmodel_bytes, bytes.device_peak_bytes,
+                                 bytes.host_bytes));
   }
   py::list transfers;
   for (const Transfer& transfer : step.transfers) {
-    transfers.append(py::make_tuple(name_of(transfer.kind), name_of(transfer.cause),
-                                    transfer.moment, index(transfer.chunk), transfer.start_ns,
-                                    transfer.submit_ns, transfer.wait_ns, transfer.bytes));
+    transfers.append(py::make_tuple(name_of(transfer.kind), name_of(transfer.cause), transfer.event,
+                                    index(transfer.chunk), transfer.start_ns, transfer.submit_ns,
+                                    transfer.wait_ns, transfer.bytes));
   }
   const auto indices = [](const std::vector<ChunkId>& chunks) {
     py::list result;
@@ -44,7 +44,7 @@ std::optional<py::dict> timeline(Session& session) {
     return result;
   };
   py::dict result;
-  result["moments"] = moments;
+  result["events"] = events;
   result["transfers"] = transfers;
   result["resident_at_start"] = indices(step.resident_at_start);
   result["on_device_at_start"] = indices(step.on_device_at_start);

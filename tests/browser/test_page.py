@@ -129,7 +129,7 @@ def test_a_step_without_loss_or_optimizer_moves_is_told_in_words(
 
 def test_a_long_step_is_thinned_and_says_so(browser: Chromium, pages: dict[str, Path]) -> None:
     browser.open(pages["long"], width=WIDE[0], height=WIDE[1])
-    assert browser.evaluate("data.moments.time.length") > 20_000
+    assert browser.evaluate("data.events.time.length") > 20_000
     assert "columns: each shows its highest total" in text_of(browser, "memory-note")
     drawn = browser.evaluate(
         "[...document.querySelectorAll('#memory path')]"
@@ -178,29 +178,29 @@ def test_a_chunks_row_names_its_parameters(browser: Chromium, pages: dict[str, P
     assert "layers.11.weight" in row
 
 
-def test_arrow_keys_go_through_the_moments(browser: Chromium, pages: dict[str, Path]) -> None:
+def test_arrow_keys_go_through_the_events(browser: Chromium, pages: dict[str, Path]) -> None:
     browser.open(pages["streaming"], width=WIDE[0], height=WIDE[1])
     browser.evaluate("document.getElementById('memory').focus()")
     browser.settle()
     browser.press("ArrowRight")
-    assert "moment 1 at" in tooltip(browser)
+    assert "event 1 at" in tooltip(browser)
     browser.press("ArrowRight")
-    assert "moment 2 at" in tooltip(browser)
-    # In either mode, the position of a moment leads back to it.
-    there_and_back = "moments.time.every((time) => axis.time(axis.position(time)) === time)"
+    assert "event 2 at" in tooltip(browser)
+    # In either mode, the position of a event leads back to it.
+    there_and_back = "events.time.every((time) => axis.time(axis.position(time)) === time)"
     assert browser.evaluate(there_and_back)
-    assert browser.evaluate(f"(axis.mode = 'moments', {there_and_back})")
+    assert browser.evaluate(f"(axis.mode = 'events', {there_and_back})")
     browser.press("Escape")
     assert tooltip(browser) == ""
 
 
-def test_the_axis_can_be_moments(browser: Chromium, pages: dict[str, Path]) -> None:
+def test_the_axis_can_be_events(browser: Chromium, pages: dict[str, Path]) -> None:
     browser.open(pages["streaming"], width=WIDE[0], height=WIDE[1])
     in_time = browser.evaluate("document.querySelector('#memory path').getAttribute('d')")
-    browser.evaluate("document.querySelector('#axis [value=moments]').click()")
+    browser.evaluate("document.querySelector('#axis [value=events]').click()")
     assert browser.evaluate("document.querySelector('#memory path').getAttribute('d')") != in_time
     assert browser.evaluate(
-        "[...document.querySelectorAll('#memory text')].some((t) => t.textContent === 'moment')"
+        "[...document.querySelectorAll('#memory text')].some((t) => t.textContent === 'event')"
     )
     assert browser.evaluate(OVERLAPS) == []
     # The two directions of the axis are inverse to each other.

@@ -130,8 +130,8 @@ def test_the_memory_curve_stays_within_the_budget_and_reaches_the_peak(source: S
     times = [sample.time_ns for sample in samples]
     assert times == sorted(times)
     assert samples[-1].slot_bytes == 0, "a step ends at home"
-    for sample, moment in ((samples[0], source.step.moments[0]),):
-        assert (sample.slot_bytes, sample.host_bytes) == (moment.slot_bytes, moment.host_bytes)
+    for sample, event in ((samples[0], source.step.events[0]),):
+        assert (sample.slot_bytes, sample.host_bytes) == (event.slot_bytes, event.host_bytes)
 
 
 def test_phases_cover_the_step_in_order(source: Source) -> None:
@@ -153,7 +153,7 @@ def test_accumulation_shows_each_forward_and_backward() -> None:
 
 def test_every_entered_module_has_a_span(source: Source) -> None:
     step = source.step
-    enters = Counter(m.id for m in step.moments if m.kind == FORWARD_ENTER)
+    enters = Counter(m.id for m in step.events if m.kind == FORWARD_ENTER)
     spans = Counter(span.module for span in step.spans() if span.phase == "forward")
     assert spans == enters
     assert all(span.end_ns >= span.start_ns for span in step.spans())
@@ -276,7 +276,7 @@ def test_the_page_loads_nothing(source: Source) -> None:
 
 def test_the_pages_columns_belong_together(source: Source) -> None:
     data = page_data(source)
-    for table in ("moments", "samples", "transfers"):
+    for table in ("events", "samples", "transfers"):
         assert len({len(column) for column in data[table].values()}) == 1
     history = data["history"]
     assert len(history["step"]) == len(history["loss"]) == len(history["rate"]) == 3

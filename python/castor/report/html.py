@@ -27,7 +27,7 @@ _SCRIPTS = ("base.js", "step.js", "transfers.js", "training.js", "page.js")
 def write_html(path: str | Path, target: Booster | nn.Module) -> Path:
     """Writes a page to look into the last finished step and the run so far.
 
-    It begins with a verdict and advice. Then come device memory over the moments of the step
+    It begins with a verdict and advice. Then come device memory over the events of the step
     against the budget, host memory, where each chunk was, what moved and what waited for it, and
     loss, speed, learning rate and gradient norm over the steps. The page is one file, and loads
     nothing.
@@ -119,15 +119,15 @@ def page_data(source: Source) -> dict[str, Any]:
             }
             for i, chunk in enumerate(step.chunks)
         ],
-        "momentKinds": [kind.replace("_", " ") for kind in EVENT_KINDS],
-        "moments": {
-            "kind": [moment.kind for moment in step.moments],
-            "id": [moment.id for moment in step.moments],
-            "time": [moment.time_ns for moment in step.moments],
+        "eventKinds": [kind.replace("_", " ") for kind in EVENT_KINDS],
+        "events": {
+            "kind": [event.kind for event in step.events],
+            "id": [event.id for event in step.events],
+            "time": [event.time_ns for event in step.events],
         },
         "samples": {
             "time": [sample.time_ns for sample in samples],
-            "moment": [sample.moment for sample in samples],
+            "event": [sample.event for sample in samples],
             "slots": [sample.slot_bytes for sample in samples],
             "nonmodel": [sample.nonmodel_bytes for sample in samples],
             "host": [sample.host_bytes for sample in samples],
@@ -138,7 +138,7 @@ def page_data(source: Source) -> dict[str, Any]:
         "transfers": {
             "kind": [KINDS.index(transfer.kind) for transfer in step.transfers],
             "cause": [TRANSFER_CAUSES.index(transfer.cause) for transfer in step.transfers],
-            "moment": [transfer.moment for transfer in step.transfers],
+            "event": [transfer.event for transfer in step.transfers],
             "chunk": [transfer.chunk for transfer in step.transfers],
             "time": [transfer.start_ns for transfer in step.transfers],
             "submit": [transfer.submit_ns for transfer in step.transfers],

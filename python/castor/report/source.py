@@ -75,9 +75,13 @@ class Source:
             words.append(f"{last.samples:,} samples{of} a step")
         return ", ".join(words)
 
-    def module_at(self, moment: int) -> str:
-        """The module whose enter a moment is; inference in the middle of a step has no moments."""
-        event = self.step.moments[moment]
+    def module_at(self, place: int) -> str:
+        """The module that an event enters; inference in the middle of a step has none.
+
+        Args:
+            place: Number of the event in the step.
+        """
+        event = self.step.events[place]
         enters = event.kind in (FORWARD_ENTER, BACKWARD_ENTER)
         return self.modules[event.id] if enters else "inference"
 

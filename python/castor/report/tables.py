@@ -68,7 +68,7 @@ def _waits(source: Source) -> Table | None:
     waited: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for transfer in source.step.transfers:
         if transfer.kind == "fetch" and transfer.cause == "demand":
-            entry = waited[source.module_at(transfer.moment)]
+            entry = waited[source.module_at(transfer.event)]
             entry[0] += transfer.stall_ns
             entry[1] += 1
             entry[2] += transfer.bytes

@@ -1,4 +1,4 @@
-"""The last step of a boosted model, moment by moment, and what follows from it."""
+"""The last step of a boosted model, event by event, and what follows from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = 0
 Phase = Literal["forward", "backward", "optimizer"]
 
 
-class Moment(NamedTuple):
+class Event(NamedTuple):
     """An event of the step. Times are ns since the first one, sizes bytes."""
 
     kind: int
@@ -22,11 +22,11 @@ class Moment(NamedTuple):
     """A module; for grad_ready, a chunk."""
     time_ns: int
     slot_bytes: int
-    """Chunks that come and go, when the moment began."""
+    """Chunks that come and go, when the event began."""
     nonmodel_bytes: int
-    """Highest until the next moment: activations, temporaries, gradients on their way."""
+    """Highest until the next event: activations, temporaries, gradients on their way."""
     device_peak_bytes: int
-    """Highest device total until the next moment."""
+    """Highest device total until the next event."""
     host_bytes: int
 
 
@@ -37,7 +37,7 @@ class Transfer(NamedTuple):
     """fetch, eviction or gradient."""
     cause: str
     """demand, prefetch, plan, pressure, step_end or backward."""
-    moment: int
+    event: int
     chunk: int
     start_ns: int
     submit_ns: int
@@ -80,7 +80,7 @@ class Sample(NamedTuple):
     """Bytes from time_ns until the next sample. Upper bounds, whose sum the step did reach."""
 
     time_ns: int
-    moment: int
+    event: int
     slot_bytes: int
     nonmodel_bytes: int
     host_bytes: int
@@ -90,7 +90,7 @@ class Sample(NamedTuple):
 class StepTimeline:
     """The columns of `_C.Session.timeline` and `chunks`, by name."""
 
-    moments: list[Moment]
+    events: list[Event]
     transfers: list[Transfer]
     chunks: list[Chunk]
     resident_at_start: list[int]
@@ -104,13 +104,13 @@ class StepTimeline:
     guidance: str
     """demand (no plan yet), plan, or diverged (left the plan)."""
     complete: bool
-    """False where the step had more moments or transfers than the recorder keeps."""
+    """False where the step had more events or transfers than the recorder keeps."""
 
     @classmethod
     def of(cls, timeline: Mapping[str, Any], chunks: list[dict[str, Any]]) -> StepTimeline:
         """Reads what the extension returned."""
         fields = dict(timeline)
-        fields["moments"] = [Moment(*row) for row in fields["moments"]]
+        fields["events"] = [Event(*row) for row in fields["events"]]
         fields["transfers"] = [Transfer(*row) for row in fields["transfers"]]
         return cls(**fields, chunks=[Chunk(**chunk) for chunk in chunks])
 
@@ -153,10 +153,10 @@ class StepTimeline:
         return intervals
 
     def memory(self) -> list[Sample]:
-        """The device and host curves, with a sample at each moment and at each move of a chunk.
+        """The device and host curves, with a sample at each event and at each move of a chunk.
 
-        Non-model bytes are the peak of their moment, and never more than what the device's peak in
-        that moment leaves beside the chunks: the sum is a height that the step reached. A chunk
+        Non-model bytes are the peak of their event, and never more than what the device's peak in
+        that event leaves beside the chunks: the sum is a height that the step reached. A chunk
         that had to leave counts as slots from the beginning.
         """
         demoted = self.demoted()
@@ -168,12 +168,12 @@ class StepTimeline:
         move = next(moves, None)
 
         def sample(i: int, time_ns: int) -> Sample:
-            moment = self.moments[i]
-            room = max(0, moment.device_peak_bytes - fixed - slots)
-            return Sample(time_ns, i, slots, min(moment.nonmodel_bytes, room), moment.host_bytes)
+            event = self.events[i]
+            room = max(0, event.device_peak_bytes - fixed - slots)
+            return Sample(time_ns, i, slots, min(event.nonmodel_bytes, room), event.host_bytes)
 
-        for i, moment in enumerate(self.moments):
-            samples.append(sample(i, moment.time_ns))
+        for i, event in enumerate(self.events):
+            samples.append(sample(i, event.time_ns))
             while move is not None and move[0] == i:
                 _, time_ns, chunk, sign = move
                 slots += sign * self.chunks[chunk].capacity_bytes
@@ -191,12 +191,12 @@ class StepTimeline:
         phases: list[tuple[Phase, int, int]] = []
         phase: Phase = "forward"
         start = 0
-        for moment in self.moments:
-            backward = moment.kind in (BACKWARD_ENTER, GRAD_READY)
-            again = moment.kind == FORWARD_ENTER and moment.id == ROOT
+        for event in self.events:
+            backward = event.kind in (BACKWARD_ENTER, GRAD_READY)
+            again = event.kind == FORWARD_ENTER and event.id == ROOT
             if (backward and phase == "forward") or (again and phase == "backward"):
-                phases.append((phase, start, moment.time_ns))
-                phase, start = ("backward" if backward else "forward"), moment.time_ns
+                phases.append((phase, start, event.time_ns))
+                phase, start = ("backward" if backward else "forward"), event.time_ns
         phases.append((phase, start, self.update_begin_ns))
         phases.append(("optimizer", self.update_begin_ns, self.end_ns))
         return [entry for entry in phases if entry[2] > entry[1]]
@@ -212,7 +212,7 @@ class StepTimeline:
         entered: list[tuple[int, int]] = []
         backward: tuple[int, int] | None = None
         last_ns = 0
-        for kind, module, time_ns, *_ in self.moments:
+        for kind, module, time_ns, *_ in self.events:
             if backward and (kind in (FORWARD_ENTER, BACKWARD_ENTER)):
                 yield Span(backward[0], "backward", backward[1], time_ns)
                 backward = None
@@ -240,12 +240,12 @@ class StepTimeline:
 
 
 def _moves(transfers: list[Transfer]) -> Iterator[tuple[int, int, int, int]]:
-    """(moment, time_ns, chunk, +1 or -1): a fetch takes its slot when it begins, an eviction gives
+    """(event, time_ns, chunk, +1 or -1): a fetch takes its slot when it begins, an eviction gives
     it back when it ends.
     """  # noqa: D205
     for transfer in transfers:
         if transfer.kind == "fetch":
-            yield transfer.moment, transfer.start_ns, transfer.chunk, 1
+            yield transfer.event, transfer.start_ns, transfer.chunk, 1
         elif transfer.kind == "eviction":
             end = transfer.start_ns + transfer.submit_ns
-            yield transfer.moment, end, transfer.chunk, -1
+            yield transfer.event, end, transfer.chunk, -1

@@ -53,11 +53,11 @@ void expect_consistent(const Timeline& timeline, const Bench& bench) {
   }
   std::size_t next = 0;
   for (std::size_t i = 0; i < events.size(); ++i) {
-    EXPECT_EQ(timeline.bytes[i].slot_bytes, slot_bytes) << "moment " << i;
+    EXPECT_EQ(timeline.bytes[i].slot_bytes, slot_bytes) << "event " << i;
     EXPECT_LE(timeline.bytes[i].device_peak_bytes, bench.rig.device->ledger().budget());
     EXPECT_GE(timeline.bytes[i].device_peak_bytes, events[i].nonmodel_bytes);
     EXPECT_LE(timeline.bytes[i].device_peak_bytes, timeline.peak_device_bytes);
-    for (; next < timeline.transfers.size() && timeline.transfers[next].moment == i; ++next) {
+    for (; next < timeline.transfers.size() && timeline.transfers[next].event == i; ++next) {
       const Transfer& transfer = timeline.transfers[next];
       EXPECT_GE(transfer.start_ns, events[i].time_ns);
       EXPECT_LE(transfer.start_ns + transfer.submit_ns, timeline.end_ns);
@@ -65,13 +65,13 @@ void expect_consistent(const Timeline& timeline, const Bench& bench) {
         continue;
       }
       const bool fetch = transfer.kind == TransferKind::kFetch;
-      EXPECT_NE(resident[transfer.chunk], fetch) << "moment " << i;
+      EXPECT_NE(resident[transfer.chunk], fetch) << "event " << i;
       resident[transfer.chunk] = fetch;
       const std::size_t bytes = bench.rig.layout.chunk(transfer.chunk).capacity_bytes;
       slot_bytes = fetch ? slot_bytes + bytes : slot_bytes - bytes;
     }
   }
-  EXPECT_EQ(next, timeline.transfers.size()) << "transfers come in the order of moments";
+  EXPECT_EQ(next, timeline.transfers.size()) << "transfers come in the order of events";
   EXPECT_EQ(slot_bytes, 0u) << "a step ends at home";
   EXPECT_LE(timeline.update_begin_ns, timeline.end_ns);
 }
@@ -82,7 +82,7 @@ TEST(TimelineTest, IsEmptyBeforeTheFirstStep) {
   EXPECT_EQ(bench.runtime->step_peak_device_bytes(), 0u);
 }
 
-TEST(TimelineTest, EachMomentHasTheBytesAtItsBeginningAndThePeakUntilTheNext) {
+TEST(TimelineTest, EachEventHasTheBytesAtItsBeginningAndThePeakUntilTheNext) {
   Bench bench(Net::row(2).layout(), 4 * kChunk, {.warmup_nonmodel_ratio = 0.0});
   const std::size_t host_bytes = bench.rig.host->ledger().used();
   const Timeline step =
@@ -126,7 +126,7 @@ TEST(TimelineTest, TimesAndStallsAreThoseOfTheClock) {
   const Transfer& fetch = step.transfers[0];
   EXPECT_EQ(fetch.kind, TransferKind::kFetch);
   EXPECT_EQ(fetch.cause, TransferCause::kDemand);
-  EXPECT_EQ(fetch.moment, 0u);
+  EXPECT_EQ(fetch.event, 0u);
   EXPECT_EQ(fetch.start_ns, 1u);
   EXPECT_EQ(fetch.submit_ns, 1u);
   EXPECT_EQ(fetch.wait_ns, 1u);
@@ -213,8 +213,8 @@ TEST(TimelineTest, InferenceIsNotAStepButLeavesItsChunks) {
 
 TEST(TimelineTest, AStepWithoutModulesKeepsTheLastOne) {
   Bench bench(Net::row(1).layout(), 2 * kChunk);
-  const std::size_t moments = bench.train(row_step(1)).bytes.size();
-  EXPECT_EQ(bench.train({}).bytes.size(), moments);
+  const std::size_t events = bench.train(row_step(1)).bytes.size();
+  EXPECT_EQ(bench.train({}).bytes.size(), events);
 }
 
 TEST(TimelineTest, ChunksThatLiveOnTheDeviceNeverMove) {

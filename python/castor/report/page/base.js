@@ -75,33 +75,33 @@ function lastNotAbove(sorted, value) {
   return low - 1;
 }
 
-/* The axis of the step: time, or moments at equal distances. Positions are in [0, 1]. */
+/* The axis of the step: time, or events at equal distances. Positions are in [0, 1]. */
 const axis = {
   mode: "time",
-  moments: data.moments.time,
+  events: data.events.time,
   position(ns) {
     const end = Math.max(1, data.endNs);
     if (this.mode === "time") return Math.min(1, ns / end);
-    const i = Math.max(0, lastNotAbove(this.moments, ns));
-    const [from, to] = [this.moments[i], this.moments[i + 1] ?? end];
+    const i = Math.max(0, lastNotAbove(this.events, ns));
+    const [from, to] = [this.events[i], this.events[i + 1] ?? end];
     const share = to > from ? Math.min(1, (ns - from) / (to - from)) : 0;
-    return (i + share) / this.moments.length;
+    return (i + share) / this.events.length;
   },
-  // Whole nanoseconds, so that the position of a moment leads back to it.
+  // Whole nanoseconds, so that the position of a event leads back to it.
   time(position) {
     const end = Math.max(1, data.endNs);
     if (this.mode === "time") return Math.round(position * end);
-    const at = Math.min(this.moments.length - 1e-9, position * this.moments.length);
+    const at = Math.min(this.events.length - 1e-9, position * this.events.length);
     const i = Math.floor(at);
-    const [from, to] = [this.moments[i], this.moments[i + 1] ?? end];
+    const [from, to] = [this.events[i], this.events[i + 1] ?? end];
     return Math.round(from + (at - i) * (to - from));
   },
   // [position, label] of each tick.
   ticks(width) {
     const count = Math.max(4, Math.floor(width / 90));
-    if (this.mode === "moments") {
-      const values = ticks(0, this.moments.length, count).filter((value) => Number.isInteger(value));
-      return values.map((value) => [value / this.moments.length, number(value, 0)]);
+    if (this.mode === "events") {
+      const values = ticks(0, this.events.length, count).filter((value) => Number.isInteger(value));
+      return values.map((value) => [value / this.events.length, number(value, 0)]);
     }
     const [unit] = timeUnit(data.endNs);
     const values = ticks(0, data.endNs / unit, count);
@@ -109,7 +109,7 @@ const axis = {
     return values.map((value) => [(value * unit) / Math.max(1, data.endNs), number(value, digits)]);
   },
   title() {
-    return this.mode === "moments" ? "moment" : timeUnit(data.endNs)[1];
+    return this.mode === "events" ? "event" : timeUnit(data.endNs)[1];
   },
 };
 

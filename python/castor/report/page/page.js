@@ -4,7 +4,7 @@ const withUnits = (text) => text.replace(/(\d) (?=[KMGT]iB|B\b|s\b|ms\b|µs|toke
 function drawHeader() {
   byId("title").textContent = `${data.model}, ${data.parameters}, within ${size(data.budget.device)}`;
   byId("subtitle").textContent = `${data.setting}. Step ${number(data.step, 0)} of this run, ` +
-    `${plural(moments.time.length, "moment")}; ${data.guidance}. Written on ${data.written}.`;
+    `${plural(events.time.length, "event")}; ${data.guidance}. Written on ${data.written}.`;
   const verdict = byId("verdict");
   verdict.className = `card ${data.verdict.good ? "good" : "mend"}`;
   element(verdict, "p", {}, data.verdict.text);

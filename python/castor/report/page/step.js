@@ -1,5 +1,5 @@
 /* The last step: memory, chunks, transfers. All plots share one horizontal axis and one cursor. */
-const { samples, transfers, chunks, moments } = data;
+const { samples, transfers, chunks, events } = data;
 const FETCH = data.kinds.indexOf("fetch"), EVICTION = data.kinds.indexOf("eviction");
 const DEMAND = data.causes.indexOf("demand"), PREFETCH = data.causes.indexOf("prefetch");
 const STEP_END = data.causes.indexOf("step_end");
@@ -17,19 +17,19 @@ const color = (name) => CSS.getPropertyValue(`--${name}`).trim();
 let frames = {};
 const stepFrames = () => Object.values(frames);
 
-function momentName(i) {
-  const kind = data.momentKinds[moments.kind[i]];
-  return kind === "grad ready" ? `gradients of chunk ${moments.id[i]} complete`
-    : `${kind}: ${data.modules[moments.id[i]]}`;
+function eventName(i) {
+  const kind = data.eventKinds[events.kind[i]];
+  return kind === "grad ready" ? `gradients of chunk ${events.id[i]} complete`
+    : `${kind}: ${data.modules[events.id[i]]}`;
 }
 
 function placeName(ns) {
   const phase = data.phases.find(([, from, to]) => ns >= from && ns < to) ?? data.phases[data.phases.length - 1];
   if (phase[0] === "optimizer") return "optimizer.step";
-  return momentName(Math.max(0, lastNotAbove(moments.time, ns)));
+  return eventName(Math.max(0, lastNotAbove(events.time, ns)));
 }
 
-const momentAt = (ns) => `moment ${number(Math.max(0, lastNotAbove(moments.time, ns)), 0)} at ${duration(ns)}`;
+const eventAt = (ns) => `event ${number(Math.max(0, lastNotAbove(events.time, ns)), 0)} at ${duration(ns)}`;
 
 const paramsOf = (chunk, most = 5) => {
   const names = chunks[chunk].params.map((i) => data.params[i]);
@@ -134,7 +134,7 @@ function drawMemory() {
     data.complete ? "" : "the step was longer than the recorder keeps: its end is missing",
   ].filter(Boolean).join("; ") + ".";
   frame.container.setAttribute("aria-label",
-    `Device memory over ${plural(moments.time.length, "moment")} of step ${data.step}: peak ` +
+    `Device memory over ${plural(events.time.length, "event")} of step ${data.step}: peak ` +
     `${size(data.peak)} of a budget of ${size(data.budget.device)}.`);
   addCursor(frame);
   interact(frame, stepFrames, (position) => {
@@ -150,12 +150,12 @@ function drawMemory() {
         ["together", size(total)],
         ["left of the budget", size(Math.max(0, data.budget.device - total))],
       ],
-      notes: [momentAt(ns)],
+      notes: [eventAt(ns)],
     };
-  }, momentStops);
+  }, eventStops);
 }
 
-const momentStops = () => moments.time.map((time) => axis.position(time));
+const eventStops = () => events.time.map((time) => axis.position(time));
 
 function drawTiers() {
   const place = byId("tiers");
@@ -189,8 +189,8 @@ function drawTiers() {
       title: name,
       rows: [...kinds.map(([kind, bytes]) => [data.payloadNames[kind], size(bytes)]),
         ["together", size(most)]],
-      notes: [placeName(axis.time(position)), momentAt(axis.time(position))],
-    }), momentStops);
+      notes: [placeName(axis.time(position)), eventAt(axis.time(position))],
+    }), eventStops);
   }
 }
 
@@ -278,7 +278,7 @@ function drawResidency() {
     `Which of the ${plural(count, "chunk")} the device held when. ${byId("residency-note").textContent}`);
   addCursor(frame);
   interact(frame, stepFrames, (position, y) => describeChunk(position, Math.min(count - 1, Math.floor(y / row)), width),
-    momentStops);
+    eventStops);
 }
 
 function describeChunk(position, chunk, width) {
@@ -303,5 +303,5 @@ function describeChunk(position, chunk, width) {
     }
   }
   const trained = chunks[chunk].trainable ? "" : " (frozen)";
-  return { title: `chunk ${chunk}${trained}`, rows, notes: [paramsOf(chunk), `${placeName(ns)}; ${momentAt(ns)}`] };
+  return { title: `chunk ${chunk}${trained}`, rows, notes: [paramsOf(chunk), `${placeName(ns)}; ${eventAt(ns)}`] };
 }

@@ -80,7 +80,7 @@ function drawTransfers() {
   waits.container.setAttribute("aria-label", "Time for which fetches held the step up, over the step.");
   for (const part of [frame, waits]) {
     addCursor(part);
-    interact(part, stepFrames, (position) => describeColumn(position, part.width), momentStops);
+    interact(part, stepFrames, (position) => describeColumn(position, part.width), eventStops);
   }
 }
 
@@ -117,5 +117,5 @@ function describeColumn(position, width) {
   const notes = found.slice(0, 3).map((i) =>
     `chunk ${transfers.chunk[i]}, ${transferName(i)}, ${size(transfers.bytes[i])}: ${paramsOf(transfers.chunk[i], 2)}`);
   if (found.length > 3) notes.push(`and ${plural(found.length - 3, "more transfer")}`);
-  return { title: placeName(ns), rows, notes: [...notes, momentAt(ns)] };
+  return { title: placeName(ns), rows, notes: [...notes, eventAt(ns)] };
 }
