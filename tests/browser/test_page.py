@@ -186,7 +186,7 @@ def test_arrow_keys_go_through_the_events(browser: Chromium, pages: dict[str, Pa
     assert "event 1 at" in tooltip(browser)
     browser.press("ArrowRight")
     assert "event 2 at" in tooltip(browser)
-    # In either mode, the position of a event leads back to it.
+    # In either mode, the position of an event leads back to it.
     there_and_back = "events.time.every((time) => axis.time(axis.position(time)) === time)"
     assert browser.evaluate(there_and_back)
     assert browser.evaluate(f"(axis.mode = 'events', {there_and_back})")

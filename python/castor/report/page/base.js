@@ -87,7 +87,7 @@ const axis = {
     const share = to > from ? Math.min(1, (ns - from) / (to - from)) : 0;
     return (i + share) / this.events.length;
   },
-  // Whole nanoseconds, so that the position of a event leads back to it.
+  // Whole nanoseconds, so that the position of an event leads back to it.
   time(position) {
     const end = Math.max(1, data.endNs);
     if (this.mode === "time") return Math.round(position * end);
