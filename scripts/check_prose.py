@@ -1,9 +1,9 @@
-"""Checks that docstrings begin with the thing they are about, and that docs have short sentences.
+"""Checks that comments begin with the thing they are about, and that docs have short sentences.
 
-A docstring that begins with "Of", "What", "Where" and their like has no subject: "Of parameters, by
-precision." should be "Types of parameters, by precision." A sentence of README, CONTRIBUTING and
-docs, outside tables and design notes, has at most 35 words. Usage: check_prose.py [ROOT]. Prints
-"file:line: what is wrong" for each, and exits with 1 if there is one.
+A docstring, or a comment of a C++ header, that begins with "Of", "What", "Where" and their like has
+no subject: "Of parameters, by precision." should be "Types of parameters, by precision." A sentence
+of README, CONTRIBUTING and docs, outside tables and design notes, has at most 35 words. Usage:
+check_prose.py [ROOT]. Prints "file:line: what is wrong" for each, and exits with 1 if there is one.
 """
 
 import ast
@@ -30,6 +30,19 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
     for line, text in docstrings(source):
         if text.partition(" ")[0].rstrip(",") in WITHOUT_SUBJECT:
             yield line, text.partition("\n")[0]
+
+
+def comment_faults(header: str) -> Iterator[tuple[int, str]]:
+    """Yields (line, text) of each doc comment of a C++ header that begins without a subject."""
+    within = False
+    for number, line in enumerate(header.splitlines(), 1):
+        comment = re.match(r"(?P<code>.*?)///(?P<behind><)? *(?P<text>.*)", line)
+        begins = comment and (comment["behind"] or not within)
+        within = bool(comment)
+        if comment and begins:
+            word = re.split(r"[ ,.:;]", comment["text"])[0]
+            if word.capitalize() in WITHOUT_SUBJECT:
+                yield number, comment["text"]
 
 
 def paragraphs(page: str) -> Iterator[tuple[int, str]]:
@@ -62,6 +75,10 @@ def main(arguments: list[str]) -> int:
     found = 0
     for path in sorted((root / "python" / "castor").rglob("*.py")):
         for line, text in faults(path.read_text(encoding="utf-8")):
+            print(f"{path.relative_to(root)}:{line}: begins without a subject: {text}")
+            found += 1
+    for path in sorted((root / "csrc").rglob("*.h")):
+        for line, text in comment_faults(path.read_text(encoding="utf-8")):
             print(f"{path.relative_to(root)}:{line}: begins without a subject: {text}")
             found += 1
     pages = [path for path in sorted(root.glob("docs/**/*.md")) if "design" not in path.parts]

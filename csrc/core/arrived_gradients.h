@@ -7,9 +7,8 @@
 
 namespace castor {
 
-/// Which parameters have a gradient, and with which of them a chunk has all of its gradients.
-/// Whoever follows a step asks here: the runtime, and the recorder of `castor estimate`. Not
-/// thread-safe.
+/// Account of the parameters that have a gradient, which tells when a chunk has all of its
+/// gradients. The runtime uses one, and so does the recorder of `castor estimate`. Not thread-safe.
 class ArrivedGradients {
  public:
   explicit ArrivedGradients(const ChunkLayout& layout)
@@ -19,9 +18,10 @@ class ArrivedGradients {
     }
   }
 
-  /// A gradient of the parameter has come; further ones before its chunk has all are parts of it,
-  /// as reentrant checkpoints deliver them. Returns whether the chunk has all with this one: what
-  /// comes next is another pass's.
+  /// Notes that a gradient of the parameter has come, and returns whether its chunk has all of its
+  /// gradients with this one. Further gradients of the parameter before the chunk has all are parts
+  /// of the same gradient, as reentrant checkpoints deliver them. Gradients that come after that
+  /// belong to another pass.
   [[nodiscard]] bool add(ParamId param) {
     if (arrived_[index(param)]) {
       return false;
@@ -35,7 +35,7 @@ class ArrivedGradients {
     return true;
   }
 
-  /// The step is over, and parameters may have got no gradient.
+  /// Forgets the chunk's gradients when the step is over: some of its parameters may have got none.
   void forget(ChunkId chunk) {
     const auto& params = layout_.chunk(chunk).params;
     missing_[index(chunk)] = static_cast<std::uint32_t>(params.size());

@@ -14,10 +14,11 @@ namespace castor {
 
 class Ledger;
 
-/// A hard budget of one tier, from which one ledger takes, or those of several models together.
-/// Shared by its ledgers. Thread-safe; taking and giving back are lock-free.
-/// Invariant: used() <= bytes() at every moment, but for what Ledger::take_anyway adds; used() is
-/// the sum of what the ledgers have taken and not left behind.
+/// Hard budget of one tier, from which one ledger takes, or the ledgers of several models. Shared
+/// by its ledgers. Thread-safe; taking and giving back are lock-free.
+/// Invariant: used() <= bytes() at all times, except for what Ledger::take_anyway and
+/// Ledger::take_unnoted add. used() is the sum of the bytes that its ledgers have taken, without
+/// those of ledgers that have left.
 class Budget {
  public:
   /// Throws InvalidArgument if `bytes` is 0.
@@ -30,7 +31,8 @@ class Budget {
   [[nodiscard]] std::size_t used() const noexcept { return used_.load(std::memory_order_relaxed); }
   [[nodiscard]] std::size_t available() const noexcept { return bytes_ - std::min(bytes_, used()); }
   [[nodiscard]] std::size_t peak() const noexcept { return peaks_.highest(); }
-  /// For messages: which models share it and what each has of it; empty where one model is alone.
+  /// Returns a text for messages: the models that share the budget and the bytes that each has of
+  /// it. Empty where one model is alone.
   [[nodiscard]] std::string shares() const;
 
  private:

@@ -19,70 +19,79 @@ struct ParamSpec {
   std::size_t numel = 0;
   ScalarType type = ScalarType::kFloat32;
   bool trainable = true;
-  bool has_state = true;  ///< where trainable: the optimizer's rule updates it, and keeps states
+  /// Whether the update rule updates the parameter and keeps states of it; of no effect where the
+  /// parameter is frozen.
+  bool has_state = true;
 };
 
 /// A module that owns parameters: the unit that must be resident at one time. `parent` is the
 /// nearest enclosing module that owns parameters too: its chunks stay pinned while this one runs.
 struct ModuleSpec {
   std::string name;
-  std::vector<ParamId> params;  ///< those that it needs on the device
+  std::vector<ParamId> params;  ///< parameters that it needs on the device
   std::optional<ModuleId> parent;
 };
 
-/// Where one parameter lies. `offset` is in elements from the start of its chunk.
+/// Place of a parameter. `offset` is in elements from the start of its chunk.
 struct ParamPlace {
   ChunkId chunk{};
   std::size_t offset = 0;
 };
 
-/// A contiguous block of parameters of one type, all trainable or all frozen, all with states or
-/// all without, and all needed on the device by some module or all by none. capacity_bytes is what
-/// a device slot takes; used_bytes (<= capacity) is what payloads store, up to the end of the last
-/// parameter. Both are positive multiples of world_size * param_alignment, so that equal shards
-/// stay aligned.
+/// Contiguous block of parameters of one type. All of them are trainable or all frozen, all have
+/// optimizer states or none has, and all are needed on the device by some module or all by none.
+/// capacity_bytes is the size of a device slot for the chunk. used_bytes (<= capacity_bytes) is the
+/// size of its payloads, up to the end of the last parameter. Both are positive multiples of
+/// world_size * param_alignment, so that equal shards stay aligned.
 struct ChunkSpec {
   ScalarType type = ScalarType::kFloat32;
   bool trainable = true;
-  bool has_state = true;      ///< never where it is frozen
-  bool read_at_home = false;  ///< no module needs it on the device
+  bool has_state = true;      ///< never true of a frozen chunk
+  bool read_at_home = false;  ///< whether no module needs it on the device
   std::size_t capacity_bytes = 0;
   std::size_t used_bytes = 0;
   std::vector<ParamId> params;
 
-  /// Whether of several ranks each updates its part, and none all of it.
+  /// Returns whether several ranks update their shards of the chunk each, and none the full chunk.
   [[nodiscard]] bool updated_in_parts() const noexcept { return has_state || !trainable; }
 };
 
 struct LayoutOptions {
-  /// 0: search. Otherwise the most a shared slot may take: capacities are the largest multiple of
-  /// world_size * param_alignment that is not above it; ChunkLayout::chunk_bytes() tells which.
+  /// Most bytes that a shared slot may take; 0: the layout searches for a size. Capacities are the
+  /// largest multiple of world_size * param_alignment that is not above it;
+  /// ChunkLayout::chunk_bytes() tells which.
   std::size_t chunk_bytes = 0;
   std::size_t world_size = 1;
-  /// Every parameter begins at a multiple of this many bytes of its chunk: kParamAlignment, or a
-  /// multiple of it up to 1 MiB where the optimizer's state comes in blocks of elements.
+  /// Alignment of every parameter within its chunk, in bytes: kParamAlignment, or a multiple of it
+  /// up to 1 MiB where the optimizer's state comes in blocks of elements.
   std::size_t param_alignment = kParamAlignment;
 };
 
-/// The immutable result of laying a model out in chunks, in execution order; safe to read from any
-/// thread. Chunks share one capacity, but for two cases: a parameter larger than it has a chunk of
-/// its own, and the last shared chunk of each class (type, trainable, with states, needed on the
-/// device) ends where its parameters end. Chunk ids ascend with the first parameter of each chunk.
-/// A parameter of no elements takes no bytes; its offset may be the end of its chunk.
+/// Layout of a model in chunks, in execution order. Immutable; safe to read from any thread. Chunks
+/// share one capacity, with two exceptions. A parameter larger than the capacity has a chunk of its
+/// own. The last shared chunk of each class (type, trainable, with states, needed on the device)
+/// ends where its parameters end. Chunk ids ascend with the first parameter of each chunk. A
+/// parameter of no elements takes no bytes; its offset may be the end of its chunk.
 class ChunkLayout {
  public:
-  /// Lays out at options.chunk_bytes, or searches for it: the largest size, up to 64 MiB and a
-  /// sixteenth of the model (but not below 4 KiB), at which a device holding max(0.35 * parameter
-  /// bytes, 2.2 * bytes of the largest module's parameters) beside its activations can stream the
-  /// model with the next module's chunks beside the current ones, wasting at most 3% of the slots;
-  /// failing that, the size that wastes least among those that fit; failing that, the one with the
-  /// smallest working set. A searched size is never larger than what the fullest shared chunk uses.
-  /// Method: Fang et al., "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory
-  /// Management" (PatrickStar), section 6, with the device budget as a constraint. Throws
-  /// InvalidArgument for an empty parameter list, a world of zero or more than 2^20 processes, a
-  /// chunk_bytes below param_alignment * world_size, a param_alignment out of range, an id out of
-  /// range, modules that enclose each other, a trainable parameter of uint8 elements, or parameters
-  /// of more than 2^60 bytes in all.
+  /// Lays the model out at options.chunk_bytes, or searches for a size up to 64 MiB and a sixteenth
+  /// of the model (but not below 4 KiB). A size fits if the device can stream the model with the
+  /// next module's chunks beside the current ones. For this the device is taken to have max(0.35 *
+  /// parameter bytes, 2.2 * bytes of the largest module's parameters) beside its activations. The
+  /// search takes the first of these that there is:
+  ///   - the largest size that fits and wastes at most 3% of the slots;
+  ///   - the size that wastes least among those that fit;
+  ///   - the size with the smallest working set.
+  /// A searched size is never larger than the used bytes of the fullest shared chunk. Method: Fang
+  /// et al., "Parallel Training of Pre-Trained Models via Chunk-Based Dynamic Memory Management"
+  /// (PatrickStar), section 6, with the device budget as a constraint.
+  ///
+  /// Throws InvalidArgument for:
+  ///   - an empty parameter list, or parameters of more than 2^60 bytes in all;
+  ///   - a world of zero or more than 2^20 processes;
+  ///   - a chunk_bytes below param_alignment * world_size, or a param_alignment out of range;
+  ///   - an id out of range, or modules that enclose each other;
+  ///   - a trainable parameter of uint8 elements.
   ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> modules,
               const LayoutOptions& options);
 
@@ -93,19 +102,22 @@ class ChunkLayout {
   [[nodiscard]] const ModuleSpec& module(ModuleId id) const { return modules_.at(index(id)); }
   [[nodiscard]] const ChunkSpec& chunk(ChunkId id) const { return chunks_.at(index(id)); }
   [[nodiscard]] ParamPlace place(ParamId id) const { return places_.at(index(id)); }
-  /// The chunks a module's own parameters lie in, each once, ascending.
+  /// Returns the chunks that a module's own parameters lie in, each once, ascending.
   [[nodiscard]] const std::vector<ChunkId>& chunks_of(ModuleId id) const {
     return module_chunks_.at(index(id));
   }
   [[nodiscard]] std::size_t chunk_bytes() const noexcept { return chunk_bytes_; }
-  /// As the options gave it: payloads can be cut into so many equal parts.
+  /// Returns the number of ranks, as the options gave it: payloads can be cut into that many equal
+  /// shards.
   [[nodiscard]] std::size_t world_size() const noexcept { return world_size_; }
-  /// Sum of used bytes over all chunks.
+  /// Returns the sum of used bytes over all chunks.
   [[nodiscard]] std::size_t used_bytes() const noexcept { return used_bytes_; }
-  /// Slot bytes that hold no parameter (alignment gaps count), as a fraction of all slot bytes.
+  /// Returns the slot bytes that hold no parameter as a fraction of all slot bytes. Alignment gaps
+  /// count.
   [[nodiscard]] double waste() const noexcept { return waste_; }
-  /// The module whose chunks, with those of the modules around it, take the most device bytes; the
-  /// first of equals. ModuleId{0}, with a working set of 0 bytes, where there are no modules.
+  /// Returns the module whose chunks, with those of the modules around it, take the most device
+  /// bytes; the first of equals. Returns ModuleId{0}, with a working set of 0 bytes, where there
+  /// are no modules.
   [[nodiscard]] ModuleId largest_module() const noexcept { return largest_module_; }
   [[nodiscard]] std::size_t largest_working_set_bytes() const noexcept {
     return largest_working_set_bytes_;
@@ -125,7 +137,8 @@ class ChunkLayout {
   std::size_t largest_working_set_bytes_ = 0;
 };
 
-/// Of one trainable parameter: what gradients on their way home need of the device at least.
+/// Returns the bytes of the largest gradient of one trainable parameter: gradients on their way to
+/// the host need that much of the device at least.
 [[nodiscard]] std::size_t largest_gradient_bytes(const ChunkLayout& layout);
 
 }  // namespace castor

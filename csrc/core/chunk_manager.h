@@ -21,7 +21,7 @@
 
 namespace castor {
 
-/// Bytes moved and decisions taken since construction.
+/// Counts of bytes moved and decisions taken, since construction.
 struct TransferCounts {
   std::uint64_t h2d_bytes = 0;
   std::uint64_t d2h_bytes = 0;
@@ -31,130 +31,141 @@ struct TransferCounts {
   std::uint64_t demotions = 0;
 };
 
-/// Owns every chunk's payloads and device slot, and moves parameters between the two, or whole
-/// chunks, as its account of them (Residency) says. Tells nobody when to move: the runtime decides.
-/// Not thread-safe: the runtime's mutex guards it.
-/// Invariants: a pinned chunk is resident; a parameter is bound to readable memory at every moment
-/// (device slot when resident, home otherwise), unless a HomeStore has its home; a write made by
-/// user code through either is never lost; device bytes are reserved before they are used.
+/// Owner of every chunk's payloads and device slot. Moves parameters between the two, or chunks
+/// with all their payloads, as its account of them (Residency) says. The runtime decides when to
+/// move. Not thread-safe: the runtime's mutex guards it.
+/// Invariants:
+///   - a pinned chunk is resident;
+///   - a parameter is bound to readable memory at all times (device slot when resident, host
+///     storage otherwise), unless a HomeStore has it;
+///   - a write made by user code through either is never lost;
+///   - device bytes are reserved before they are used.
 class ChunkManager {
  public:
-  /// Allocates the kParam home of every chunk: on the device tier for Placement::kDevice, else in
-  /// `param_host`, in the order of the chunks (nullptr: on the host tier, as all else); none for
-  /// what `homes` has (nullptr: there is none). Throws OutOfMemory. `layout`, `engine`, `binder`
-  /// and `homes` outlive the manager.
+  /// Allocates the kParam storage of every chunk, in the order of the chunks. The storage is on the
+  /// device tier for Placement::kDevice. Otherwise it is in `param_host` for chunks that ranks
+  /// update in shards (ChunkSpec::updated_in_parts), and on the host tier for the others. nullptr:
+  /// on the host tier for all. Chunks that `homes` has get no storage; nullptr: there are none.
+  /// Throws OutOfMemory. `layout`, `engine`, `binder` and `homes` outlive the manager.
   ChunkManager(const ChunkLayout& layout, const std::vector<Placement>& placements,
                std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
                CopyEngine& engine, ParamBinder& binder, HomeStore* homes = nullptr,
                const std::shared_ptr<MemoryTier>& param_host = nullptr);
   ChunkManager(const ChunkManager&) = delete;
   ChunkManager& operator=(const ChunkManager&) = delete;
-  /// Sends every chunk home, user writes with it, and binds every parameter there. A write-back
-  /// that fails now is lost: the home stays as it was. Promoted chunks stay where they are, in
-  /// memory that their payloads own.
+  /// Sends every chunk to its host storage, with user writes, and binds every parameter there. A
+  /// write-back that fails now is lost: the host storage stays as it was. Promoted chunks stay
+  /// where they are, in memory that their payloads own.
   ~ChunkManager();
 
-  /// Transfers are recorded there from now on; nullptr: nowhere. Borrowed.
+  /// Records transfers in `recorder` from now on; nullptr: nowhere. Borrowed.
   void record_into(TimelineRecorder* recorder) noexcept { recorder_ = recorder; }
 
-  /// Homes are read only after their updates from now on; nullptr: there are none. Borrowed.
+  /// Makes reads of host storage wait for the chunk's update in `updates` from now on; nullptr:
+  /// there are no updates. Borrowed.
   void follow(PendingUpdates* updates) noexcept { updates_ = updates; }
 
-  /// Adds a payload of `bytes` at the chunk's home tier, on the host in `host` (nullptr: the host
-  /// tier); errors call it `name`, or by its kind. Throws OutOfMemory; UsageError if present.
+  /// Adds a payload of `bytes` to the chunk: on the device for Placement::kDevice, else in `host`
+  /// (nullptr: the host tier). Parameters and gradients that the HomeStore has take no memory.
+  /// Errors call the payload `name`, or by its kind. Throws OutOfMemory; UsageError if the chunk
+  /// has one of the kind.
   void add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes, std::string_view name = {},
                    const std::shared_ptr<MemoryTier>& host = nullptr);
-  /// From now on ParamBinder::before_write_back is told what user code wrote to the chunk also
-  /// where it is promoted. Before it is.
+  /// Makes ParamBinder::before_write_back see what user code writes to the chunk while it is
+  /// promoted, too. Called before the chunk is promoted.
   void follow_writes(ChunkId chunk) { slots_[index(chunk)].writes_followed = true; }
-  /// nullptr when the chunk has none of that kind.
+  /// Returns the chunk's payload of that kind; nullptr when it has none.
   [[nodiscard]] const std::shared_ptr<Payload>& payload(ChunkId chunk, PayloadKind kind) const;
 
   [[nodiscard]] const Residency& residency() const noexcept { return residency_; }
   [[nodiscard]] Placement placement(ChunkId chunk) const { return residency_.placement(chunk); }
   [[nodiscard]] bool resident(ChunkId chunk) const { return residency_.resident(chunk); }
-  /// Whether the chunk's parameters are bound to memory on the device.
+  /// Returns whether the chunk's parameters are bound to memory on the device.
   [[nodiscard]] bool bound(ChunkId chunk) const {
     return residency_.on_device(chunk) || slots_[index(chunk)].bound;
   }
   [[nodiscard]] std::uint32_t pins(ChunkId chunk) const { return residency_.pins(chunk); }
 
-  /// Starts bringing a chunk in. The caller has made room: throws OutOfMemory when there is none.
-  /// No effect on a resident chunk.
+  /// Starts the copy of a chunk to the device, for which the caller has made room. Throws
+  /// OutOfMemory when there is none. No effect on a resident chunk.
   void fetch(ChunkId chunk);
-  /// As fetch, but returns false when there is no room: another thread's non-model memory may have
-  /// taken what was made. Throws OutOfMemory only when the arena refuses.
+  /// Same as fetch, but returns false when there is no room: non-model memory of another thread may
+  /// have taken the room that was made. Throws OutOfMemory only when the arena refuses.
   [[nodiscard]] bool try_fetch(ChunkId chunk);
   /// Pins a resident chunk, waits for its update and copy, and binds its parameters to the slot.
-  /// Throws UsageError if it is not resident. Where its copy failed, rethrows that, and the chunk
-  /// is not resident any more; where its update failed, rethrows that.
+  /// Throws UsageError if the chunk is not resident. Rethrows a failure of its copy, after which
+  /// the chunk is not resident any more, and a failure of its update.
   [[nodiscard]] Pin pin(ChunkId chunk);
   /// Pins a chunk that is bound to the device for an operator of `stream`, so that none of its
-  /// payloads moves either. Throws UsageError if it is not bound there.
+  /// payloads moves. Throws UsageError if the chunk is not bound there.
   [[nodiscard]] Pin hold(ChunkId chunk, StreamId stream);
-  /// Operators that hold any chunk now.
+  /// Returns the number of pins that operators have now, over all chunks.
   [[nodiscard]] std::size_t num_holds() const noexcept { return residency_.num_holds(); }
-  /// Sends a chunk home; user writes on the device are copied back. Throws UsageError if it is
-  /// pinned, not resident or in use (TensorState::kCompute). When the copy back fails, rethrows
-  /// that, and the chunk stays on the device; evict may be called again.
+  /// Sends a chunk to its host storage; user writes on the device are copied back. Throws
+  /// UsageError if the chunk is pinned, not resident or in use (TensorState::kCompute). Rethrows a
+  /// failure of the copy back; the chunk then stays on the device, and evict may be called again.
   void evict(ChunkId chunk);
-  /// Evicts in order until `bytes` fit the device budget and streamed chunks stay within
-  /// `cap_bytes` after adding them; only chunks whose next use is `horizon` or later.
-  /// Returns whether `bytes` fit the budget: the cap is a wish, the budget is not.
+  /// Evicts chunks in order until `bytes` fit the device budget and slots take at most `cap_bytes`
+  /// with them. Only chunks whose next use is `horizon` or later leave. Returns whether `bytes` fit
+  /// the budget: the cap is a wish, the budget is not.
   bool make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t horizon = 0);
-  /// Gives free slots back beyond `keep_bytes` of them.
+  /// Frees unused slots until those that are kept take at most `keep_bytes`.
   void trim_slots(std::size_t keep_bytes) noexcept { device_->trim(keep_bytes); }
   [[nodiscard]] bool update_pending(ChunkId chunk) const {
     return updates_ != nullptr && updates_->pending(chunk);
   }
-  /// Whether fetching the chunk now would hold the caller up: until its update is over, or until
-  /// its home is in memory.
+  /// Returns whether a fetch of the chunk would block the caller now, until its update is over or
+  /// until its parameters are in host memory.
   [[nodiscard]] bool fetch_blocks(ChunkId chunk) const;
-  /// Whether the chunk's parameters have no home in memory.
+  /// Returns whether the HomeStore has the chunk's parameters: they have no storage in memory.
   [[nodiscard]] bool stored(ChunkId chunk) const {
     return homes_ != nullptr && homes_->stored(chunk);
   }
-  /// ... and neither have its gradients.
+  /// Returns whether the HomeStore has the chunk's gradients.
   [[nodiscard]] bool gradients_stored(ChunkId chunk) const {
     return homes_ != nullptr && homes_->gradients_stored(chunk);
   }
-  /// nullptr: every home is in memory.
+  /// Returns the HomeStore; nullptr: all host storage is in memory.
   [[nodiscard]] HomeStore* homes() const noexcept { return homes_; }
-  /// Before its update: user writes to a promoted chunk reach its masters as those to a slot do
-  /// when they are written back. No effect on others.
+  /// Carries user writes to a promoted chunk over to its masters, as a write-back does with those
+  /// to a slot. Called before the chunk's update. No effect on other chunks.
   void settle_writes(ChunkId chunk);
-  /// Sends every chunk home. Requires that nothing is pinned. Not counted as evictions.
+  /// Sends every chunk to its host storage. Requires that nothing is pinned. Not counted as
+  /// evictions.
   void send_home();
 
-  /// Moves every payload of a streamed chunk to the device for good: its placement is kDevice until
-  /// it is demoted. Its homes stay allocated for the way back. False, and nothing happened, when
-  /// there is no room for on_device_bytes. Throws UsageError unless it is at home, in memory, no
-  /// update of it pending; rethrows a copy's failure, the chunk at home.
+  /// Makes a streamed chunk resident on the device for good, with every payload: its placement is
+  /// kDevice until it is demoted. Its host storage stays allocated for the way back. Returns false,
+  /// and changes nothing, when there is no room for on_device_bytes. Throws UsageError unless the
+  /// chunk is in host memory, in no slot, and no update of it is pending. Rethrows a copy's
+  /// failure; the chunk is then still in host storage.
   [[nodiscard]] bool try_promote(ChunkId chunk);
-  /// Makes a promoted chunk a streamed one: its payloads go home, and its parameters stay where
-  /// they are, as a slot that may be pinned, in use, or evicted. Waits for its update. Takes no
-  /// memory. Throws UsageError if it is not promoted, or held by an operator; rethrows a copy's
-  /// failure, nothing changed.
+  /// Makes a promoted chunk a streamed one. Its payloads go to host storage, and its parameters
+  /// stay where they are, as a slot that may be pinned, in use, or evicted. Waits for its update.
+  /// Takes no memory. Throws UsageError if the chunk is not promoted, or if an operator pins it.
+  /// Rethrows a copy's failure; nothing has changed then.
   void demote(ChunkId chunk);
-  /// Demotes the promoted chunk that is used last of those not pinned, or else of those that
-  /// modules pin, but none that an operator holds. False when there is none.
+  /// Demotes the promoted chunk with the latest next use: among those that are not pinned, or else
+  /// among those that only modules pin. Returns false when there is none.
   bool demote_one();
   [[nodiscard]] bool promoted(ChunkId chunk) const { return residency_.promoted(chunk); }
-  /// Device bytes that the chunk takes, or would take, with all its payloads there for good.
+  /// Returns the device bytes that the chunk takes, or would take, with all its payloads there for
+  /// good.
   [[nodiscard]] std::size_t on_device_bytes(ChunkId chunk) const;
-  /// Of the chunks that are promoted now.
+  /// Returns the device bytes of the chunks that are promoted now.
   [[nodiscard]] std::size_t resident_bytes() const noexcept { return resident_bytes_; }
 
-  /// When the chunk will be used next: orders evictions once it is unpinned.
+  /// Sets the chunk's next use, which orders evictions once the chunk is unpinned.
   void set_next_use(ChunkId chunk, std::uint64_t next_use) {
     residency_.set_next_use(chunk, next_use);
   }
 
   [[nodiscard]] TensorState state(ParamId param) const { return states_[index(param)]; }
-  /// Throws UsageError on an edge that the transition table lacks. A no-op on the same state.
+  /// Sets a parameter's state. Throws UsageError on an edge that the transition table lacks. No
+  /// effect if the parameter has that state already.
   void set_state(ParamId param, TensorState state);
 
-  /// Device bytes taken by slots that come and go (kStream, kKeep).
+  /// Returns the device bytes of slots that come and go (kStream, kKeep).
   [[nodiscard]] std::size_t slot_bytes() const noexcept { return residency_.slot_bytes(); }
   [[nodiscard]] std::size_t pinned_bytes() const noexcept { return residency_.pinned_bytes(); }
   [[nodiscard]] const TransferCounts& counts() const noexcept { return counts_; }
@@ -166,11 +177,11 @@ class ChunkManager {
   struct Slot {
     Block block;
     CopyTicket ticket = CopyTicket::kNone;
-    std::unique_ptr<HomeHold> source;  // of a stored chunk, while it is copied in
+    std::unique_ptr<HomeHold> source;  // lease of a stored chunk while it is copied in
     bool bound = false;
     bool writes_followed = false;
-    // Of a promoted chunk whose writes are followed: what the parameters were at the first use
-    // since the last update, so that what user code has written since can be told.
+    // The parameters of a promoted chunk at the first use since the last update, where its writes
+    // are followed. A comparison with them shows what user code has written since.
     Block before;
     bool before_taken = false;
     PayloadSet payloads;
@@ -197,7 +208,7 @@ class ChunkManager {
   std::vector<Slot> slots_;
   std::vector<TensorState> states_;
   std::size_t resident_bytes_ = 0;
-  std::size_t num_sources_ = 0;  // slots whose source is held
+  std::size_t num_sources_ = 0;  // slots that have a source
   TransferCounts counts_;
   TimelineRecorder* recorder_ = nullptr;
   PendingUpdates* updates_ = nullptr;

@@ -11,10 +11,10 @@
 
 namespace castor {
 
-/// Seam between the ranks that train one model together: process groups, and memory that
-/// they share (csrc/dist); threads of one process in tests. Every rank makes
-/// the same calls in the same order; each returns when it is done here, and throws Error where
-/// another rank is gone. One call at a time.
+/// Seam between the ranks that train one model together: process groups, and memory that ranks
+/// share (csrc/dist); threads of one process in tests. Every rank makes the same calls in the same
+/// order. Each call returns when it is done on this rank, and throws Error where another rank is
+/// gone. One call at a time.
 class Collectives {
  public:
   virtual ~Collectives() = default;
@@ -22,47 +22,53 @@ class Collectives {
   [[nodiscard]] virtual std::size_t rank() const noexcept = 0;
   [[nodiscard]] virtual std::size_t size() const noexcept = 0;
 
-  /// `all` becomes the `own` of every rank, in rank order. All have the same size; `own` may be
-  /// this rank's part of `all`.
+  /// Fills `all` with the `own` of every rank, in rank order. All have the same size; `own` may be
+  /// this rank's shard of `all`.
   virtual void all_gather(std::span<const std::byte> own, std::span<std::byte> all) = 0;
-  /// Of `sent`, cut into size() equal parts, rank r gets the r-th. `received`, as large and apart
-  /// from it, becomes what every rank sent to this one, in rank order.
+  /// Sends the r-th of size() equal shards of `sent` to rank r. Fills `received`, which has the
+  /// same size and does not overlap `sent`, with the shards that every rank sent to this one, in
+  /// rank order.
   virtual void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) = 0;
-  /// `sent` goes to the next rank, the last one's to the first; `received`, as large and apart from
-  /// it, becomes what the rank before sent.
+  /// Sends `sent` to the next rank, from the last one to the first. Fills `received`, which has the
+  /// same size and does not overlap `sent`, with the bytes that the previous rank sent.
   virtual void ring_shift(std::span<const std::byte> sent, std::span<std::byte> received) = 0;
-  /// This rank takes no further part: its own calls throw from now on. Through shared memory
-  /// whoever waits for it throws at once, as does a call of its own that is under way; over a
-  /// group they do when this process ends, or at their timeout. From any thread.
+  /// Takes this rank out of the collectives for good: its own calls throw from now on. Through
+  /// shared memory, ranks that wait for it throw at once, and so does a call of its own that is
+  /// under way. Over a process group they throw when this process ends, or at their timeout. From
+  /// any thread.
   virtual void leave() noexcept = 0;
-  /// For reports: "gloo".
+  /// Returns a description for reports: "gloo".
   [[nodiscard]] virtual std::string description() const = 0;
 
-  /// Those of these ranks that share memory with this one, in their order; nullptr: none do. They
-  /// are all, or as many on each of several machines, one machine's behind another's.
+  /// Returns the ranks of this group that share memory with this one, in their order; nullptr: none
+  /// do. They are all ranks, or an equal number on each of several machines, numbered machine by
+  /// machine.
   [[nodiscard]] virtual Collectives* node() noexcept { return nullptr; }
-  /// Asked where another call has failed: who of these has ended, "rank 1 (process 234) has ended";
-  /// "": nobody, or it is not known here.
+  /// Returns which of these ranks has ended: "rank 1 (process 234) has ended". Empty: none has, or
+  /// this rank does not know. Called where another call has failed.
   [[nodiscard]] virtual std::string ended() const { return ""; }
-  /// Between ranks of several such machines, by their place among all; nullptr elsewhere.
+  /// Returns the messages between ranks of several such machines, numbered by their place among
+  /// all; nullptr elsewhere.
   [[nodiscard]] virtual RankMessages* messages() noexcept { return nullptr; }
 
-  /// What this rank does from now on, to be told where it waits for the others: "ends backward pass
-  /// 2 of step 1"; "": nothing, another thread of it tells. From any thread.
+  /// Sets the text that says what this rank does from now on, shown where it waits for the others:
+  /// "ends backward pass 2 of step 1". Empty: nothing, because another thread of the rank sets it.
+  /// From any thread.
   virtual void set_place(std::string place) = 0;
 };
 
-/// The ranks that train a model together, as groups whose collectives do not wait for each other.
+/// Groups of the ranks that train a model together, whose collectives do not wait for each other.
 struct RankGroups {
-  std::shared_ptr<Collectives> passes;     ///< of the thread that runs forward, backward and step
-  std::shared_ptr<Collectives> gradients;  ///< of the one that reduces beside backward
-  std::shared_ptr<Collectives> updates;    ///< of the one that runs updates, which may be another
-  /// For reads of others' parts of weights, where each keeps its own (ZeRO-3); nullptr: none does.
+  std::shared_ptr<Collectives> passes;     ///< for the thread that runs forward, backward, step
+  std::shared_ptr<Collectives> gradients;  ///< for the thread that reduces beside backward
+  std::shared_ptr<Collectives> updates;    ///< for the update thread, which may be another
+  /// Messages that read other ranks' shards of weights, where each rank stores its own (ZeRO-3);
+  /// nullptr: none does.
   std::shared_ptr<RankMessages> reads;
-  std::string link;  ///< for reports: what the bytes go through, and why
+  std::string link;  ///< for reports: the transport of the bytes, and why it is used
 };
 
-/// What each rank gives, in rank order.
+/// Returns the `own` of each rank, in rank order.
 template <typename T>
 std::vector<T> gather(Collectives& ranks, const T& own) {
   std::vector<T> all(ranks.size());
@@ -73,7 +79,8 @@ std::vector<T> gather(Collectives& ranks, const T& own) {
 /// Returns when every rank is here.
 inline void meet(Collectives& ranks) { static_cast<void>(gather(ranks, std::byte{})); }
 
-/// What `call` returns; where it throws, this rank has left the others, so that none waits for it.
+/// Returns the result of `call`. Where it throws, this rank leaves the others, so that none waits
+/// for it, and the exception goes on.
 template <typename Call>
 auto or_leave(Collectives& ranks, const Call& call) {
   try {
@@ -84,7 +91,7 @@ auto or_leave(Collectives& ranks, const Call& call) {
   }
 }
 
-/// What a call throws where another rank is gone; `why`: "rank 1 (process 234) has ended".
+/// Returns the error of a call where another rank is gone; `why`: "rank 1 (process 234) has ended".
 [[nodiscard]] Error lost_ranks(const Collectives& own, const std::string& why);
 [[nodiscard]] Error lost_ranks(std::size_t rank, std::size_t size, const std::string& why);
 

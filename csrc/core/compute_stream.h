@@ -8,23 +8,23 @@
 
 namespace castor {
 
-/// Names an order in which a device does work: a CUDA stream, by its handle. A device that computes
-/// on the thread that calls it has one, 0.
+/// Name of an order in which a device does work: the handle of a CUDA stream. A device that
+/// computes on the thread that calls it has one, 0.
 enum class StreamId : std::uint64_t {};
 
 /// The one order in which a session uses device memory. It follows the stream that the model runs
-/// on: move_to makes the next stream wait for all that the one before was given, so whatever is
-/// behind id() is behind every earlier use of a slot, whichever stream that was on.
+/// on: move_to makes the next stream wait for all work of the previous one. Work behind id() is
+/// therefore behind every earlier use of a slot, on whichever stream that was.
 ///
 /// Shared by the session and the tier whose memory it orders. Thread-safe.
 class ComputeStream {
  public:
-  /// Makes what `then` is given from now on wait for what `first` has been given.
+  /// Makes work that `then` is given from now on wait for the work that `first` has been given.
   using Order = std::function<void(StreamId first, StreamId then)>;
 
   ComputeStream(StreamId stream, Order order) : order_(std::move(order)), id_(stream) {}
 
-  /// The model runs on `stream` from now on. Throws what Order throws, nothing changed.
+  /// Moves the model to `stream` from now on. Throws what Order throws; nothing has changed then.
   void move_to(StreamId stream) {
     if (id() == stream) {
       return;
@@ -35,14 +35,15 @@ class ComputeStream {
       id_.store(stream, std::memory_order_release);
     }
   }
-  /// Another thread may move on meanwhile. Who knows, by the runtime's mutex, that a slot's last
-  /// use is over, gets that use's stream or one behind it.
+  /// Returns the stream that the model runs on; another thread may move it meanwhile. A caller that
+  /// knows, by the runtime's mutex, that a slot's last use is over gets that use's stream or one
+  /// behind it.
   [[nodiscard]] StreamId id() const noexcept { return id_.load(std::memory_order_acquire); }
 
  private:
   const Order order_;
   std::mutex mutex_;  // held while one stream is ordered behind another
-  // Release and acquire: who sees the new stream sees it behind the old one.
+  // Release and acquire: a thread that sees the new stream sees it ordered behind the old one.
   std::atomic<StreamId> id_;
 };
 

@@ -10,24 +10,25 @@
 
 namespace castor {
 
-/// Which copy of its direction a ticket names: the first is 1, and 0 names none.
+/// Direction and number of the copy that a ticket names. Numbers begin at 1; 0 names no copy.
 struct CopyNumber {
   std::size_t direction = 0;
   std::uint64_t number = 0;
 };
 
-/// The tickets of an asynchronous copy engine: copies of each direction are numbered as they are
+/// Tickets of an asynchronous copy engine. Copies of each direction are numbered as they are
 /// submitted, and done in that order. Owned by the engine, whose mutex guards it.
 class CopyTickets {
  public:
-  /// Of the next copy of a direction.
+  /// Returns the ticket of the next copy of a direction.
   [[nodiscard]] CopyTicket give(std::size_t direction) noexcept;
-  /// Throws InvalidArgument for a ticket that was never given out.
+  /// Returns the copy that a ticket names. Throws InvalidArgument for a ticket that was never given
+  /// out.
   [[nodiscard]] CopyNumber find(CopyTicket ticket) const;
 
-  /// The next copy of a direction is done.
+  /// Marks the next copy of a direction as done.
   void complete(std::size_t direction) noexcept { ++directions_[direction].num_done; }
-  /// Every rethrow of the copy throws `failure` from now on.
+  /// Makes every rethrow of the copy throw `failure` from now on.
   void fail(CopyNumber copy, std::exception_ptr failure);
   [[nodiscard]] bool failed(CopyNumber copy) const {
     return directions_[copy.direction].failures.contains(copy.number);

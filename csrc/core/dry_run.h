@@ -13,19 +13,19 @@
 
 namespace castor {
 
-/// A step by its plan without memory or time: what is in slots and pinned after each moment, as the
-/// runtime would have it. The planner derives from it to say what is fetched ahead, the simulator
-/// to say how long everything takes. Not thread-safe.
+/// Simulation of a step by its plan, without memory or time: the slots and pins after each event,
+/// as the runtime would have them. The planner derives from it to choose prefetches, the simulator
+/// to compute times. Not thread-safe.
 class DryRun {
  public:
-  /// At home: nothing is in a slot. `layout` and `plan` outlive it.
+  /// Begins with nothing in a slot. `layout` and `plan` outlive the dry run.
   DryRun(const ChunkLayout& layout, std::span<const Placement> placements, const Plan& plan)
       : layout_(layout), plan_(plan), residency_(layout, placements) {}
   virtual ~DryRun() = default;
   DryRun(const DryRun&) = delete;
   DryRun& operator=(const DryRun&) = delete;
 
-  /// The next moment of the plan's trace.
+  /// Runs the next event of the plan's trace.
   void step(const Event& event);
 
   [[nodiscard]] const Residency& residency() const noexcept { return residency_; }
@@ -34,25 +34,27 @@ class DryRun {
   [[nodiscard]] std::uint64_t h2d_bytes() const noexcept { return h2d_bytes_; }
 
  protected:
-  /// Before an access pins anything.
+  /// Called before an access pins anything.
   virtual void begin_access() {}
-  /// Once it has what it needs: fetches what the plan says, but for what fetch_blocks.
+  /// Called once an access has what it needs. Fetches what the plan says, except chunks for which
+  /// fetch_blocks returns true.
   virtual void fetch_ahead();
   [[nodiscard]] virtual bool fetch_blocks(ChunkId /*chunk*/) const { return false; }
   virtual void fetched(ChunkId /*chunk*/) {}
   virtual void pinned(ChunkId /*chunk*/) {}
   virtual void evicted(ChunkId /*chunk*/) {}
 
-  /// Makes room and fetches, for use at a later access.
+  /// Makes room for a chunk and fetches it, for its use at a later access.
   void fetch_for(ChunkId chunk, std::uint64_t used_at, std::size_t cap_bytes);
-  /// Whether that would keep to the cap, and evict nothing that is used before.
+  /// Returns whether fetch_for would keep to the cap, and evict only chunks that are used after
+  /// `used_at`.
   [[nodiscard]] bool could_fetch_for(ChunkId chunk, std::uint64_t used_at,
                                      std::size_t cap_bytes) const {
     return residency_.could_fit(residency_.capacity(chunk), cap_bytes, used_at + 1);
   }
-  /// Accesses begun.
+  /// Returns the number of accesses begun.
   [[nodiscard]] std::size_t num_accesses() const noexcept { return num_accesses_; }
-  /// The latest of them.
+  /// Returns the number of the latest access.
   [[nodiscard]] std::size_t now() const noexcept { return num_accesses_ - 1; }
 
  private:

@@ -29,13 +29,14 @@ class UsageError : public Error {
   using Error::Error;
 };
 
-/// A tier's budget cannot hold a request. All figures are bytes. Python: castor.OutOfMemoryError.
+/// A request that a tier's budget cannot hold. All figures are bytes. Python:
+/// castor.OutOfMemoryError.
 class OutOfMemory : public Error {
  public:
   OutOfMemory(TierKind tier, std::size_t requested, std::size_t available, std::size_t budget,
               const std::string& remedy);
 
-  /// The same, with another sentence; of an empty one nothing comes.
+  /// Returns the same error with another sentence; an empty one adds nothing.
   [[nodiscard]] OutOfMemory with(const std::string& sentence) const;
 
   [[nodiscard]] TierKind tier() const noexcept { return tier_; }
@@ -56,7 +57,7 @@ class OutOfMemory : public Error {
 /// too).
 class IoError : public Error {
  public:
-  /// "<what_failed> <path> at byte <offset>: <errno's text> (errno n). <remedy>"
+  /// Makes the message "<what_failed> <path> at byte <offset>: <errno's text> (errno n). <remedy>".
   IoError(int error_number, std::string path, std::uint64_t offset, const std::string& what_failed,
           const std::string& remedy = "");
 
@@ -76,12 +77,12 @@ class IoError : public Error {
   std::uint64_t offset_;
 };
 
-/// Data came back from storage different from what was written (errno EBADMSG). Python:
+/// Data that came back from storage different from what was written (errno EBADMSG). Python:
 /// castor.CorruptionError.
 class CorruptionError final : public IoError {
  public:
-  /// `what` names the data ("exp_avg of chunk 12"); the checksums are xxh3, of `bytes` bytes from
-  /// `offset` on.
+  /// Makes the error for the data that `what` names ("exp_avg of chunk 12"). The checksums are
+  /// xxh3, of `bytes` bytes from `offset` on.
   CorruptionError(const std::string& what, std::string path, std::uint64_t offset,
                   std::size_t bytes, std::uint64_t expected, std::uint64_t found);
 

@@ -11,35 +11,37 @@ namespace castor {
 
 enum class HomeAccess : std::uint8_t { kRead, kWrite };
 
-/// Keeps the parameters of a chunk in host memory while it lives.
+/// Lease that keeps the parameters of a chunk in host memory while it lives.
 class HomeHold {
  public:
   virtual ~HomeHold() = default;
-  /// Where they are, once wait() has returned.
+  /// Returns the address of the parameters, valid once wait() has returned.
   [[nodiscard]] virtual std::byte* data() const noexcept = 0;
-  /// Returns when they are there, and may be changed if `access` says so. From any thread. Rethrows
-  /// the failure of what brings them.
+  /// Returns when the parameters are in memory, and may be changed if `access` says so. From any
+  /// thread. Rethrows the failure of what brings them.
   virtual void wait(HomeAccess access) = 0;
 };
 
-/// Homes that are not in memory all the time: parameters on NVMe, or in parts on several ranks.
-/// Seam: StoredWeights in csrc/torch, fakes in tests. Thread-safe.
+/// Store of parameters that are not in host memory all the time: on NVMe, or sharded over several
+/// ranks. Seam: StoredWeights in csrc/torch, fakes in tests. Thread-safe.
 class HomeStore {
  public:
   virtual ~HomeStore() = default;
-  /// Whether the chunk's parameters have such a home ...
+  /// Returns whether the chunk's parameters are in this store.
   [[nodiscard]] virtual bool stored(ChunkId chunk) const noexcept = 0;
-  /// ... and its gradients too.
+  /// Returns whether the chunk's gradients are in this store.
   [[nodiscard]] virtual bool gradients_stored(ChunkId chunk) const noexcept {
     return stored(chunk);
   }
-  /// Starts to bring the chunk's parameters into memory.
+  /// Starts to bring the chunk's parameters into memory, and returns the lease on them.
   [[nodiscard]] virtual std::unique_ptr<HomeHold> hold(ChunkId chunk) = 0;
-  /// How many chunks one may hold and still be sure that whoever else needs one gets it.
+  /// Returns the number of chunks that a caller may hold at once while every other caller still
+  /// gets the chunk that it needs.
   [[nodiscard]] virtual std::size_t max_held() const noexcept = 0;
-  /// These will be held soon, in this order: starts to bring in what there is room for.
+  /// Announces the chunks that will be held soon, in this order, in place of those announced
+  /// before. Starts to bring in those that there is room for.
   virtual void announce(std::span<const ChunkId> chunks) = 0;
-  /// The chunk's parameters are bound to a device slot from now on.
+  /// Notes that the chunk's parameters are bound to a device slot from now on.
   virtual void moved_out(ChunkId chunk) noexcept = 0;
 };
 

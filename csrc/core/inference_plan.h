@@ -13,63 +13,66 @@
 
 namespace castor {
 
-/// What chunks may take of the device in a round of inference.
+/// Device memory that chunks may take in a round of inference.
 struct InferenceRoom {
   std::size_t cap_bytes = 0;
-  /// How many chunks may be fetched ahead of their use.
+  /// Number of chunks that may be fetched ahead of their use.
   std::size_t max_prefetch = 1;
-  /// kCpu: none stays between uses.
+  /// Placement policy; kCpu: no chunk stays between uses.
   PlacementPolicy policy = PlacementPolicy::kAuto;
 };
 
-/// What inference does again and again, learned from what it did last: the accesses of a *round*,
-/// which ends when an outermost module is entered that began a pass of it before (the next forward,
-/// the next decoding step); which chunks stay on the device all the time, and which stream through
-/// the room that these leave. A round that enters other modules is not followed any further; its
-/// own accesses are the plan of the next one.
+/// Plan of inference, learned from the accesses of its last *round*: a forward pass or a decode
+/// step. A round ends when an outermost module is entered that has begun a pass in it before: the
+/// next round begins. The plan says which chunks stay on the device all the time, and which stream
+/// through the room that these leave. A round that enters other modules is not followed any
+/// further; its own accesses are the plan of the next one.
 ///
-/// Accesses are numbered on and on, so that the end of a round can look into the next one. An
-/// account only, as Residency: it moves nothing. Owned by the runtime, whose mutex guards it.
+/// Accesses are numbered on across rounds, so that the end of a round can look into the next one.
+/// An account only, as Residency is: the plan moves nothing. Owned by the runtime, whose mutex
+/// guards it.
 class InferencePlan {
  public:
-  /// `layout` outlives it.
+  /// Makes an empty plan, which follows nothing. `layout` outlives the plan.
   explicit InferencePlan(const ChunkLayout& layout);
 
-  /// Before an outermost module is entered, and enter() for it. Returns whether a round begins
-  /// whose accesses are known: make_room_for() then.
+  /// Begins a pass, before the outermost module is entered and before enter() for it. Returns
+  /// whether a round begins whose accesses are known; make_room_for() has to follow then.
   [[nodiscard]] bool begin_pass(ModuleId module);
-  /// A module is entered. Returns whether that ends a round's being followed.
+  /// Notes that a module is entered. Returns whether the plan stops being followed with it.
   bool enter(ModuleId module);
-  /// Whether all accesses of the round so far are the plan's.
+  /// Returns whether all accesses of the round so far are the plan's.
   [[nodiscard]] bool followed() const noexcept { return followed_; }
 
-  /// Non-model bytes were that high in the round.
+  /// Notes that non-model bytes reached `bytes` in this round.
   void note_nonmodel(std::size_t bytes) noexcept;
-  /// In the round before, or in this one.
+  /// Returns the highest non-model bytes of the previous round and this one.
   [[nodiscard]] std::size_t nonmodel_peak() const noexcept;
 
-  /// Chooses anew which chunks stay, where those that do need more room, or another one would find
-  /// it. Returns whether it chose: their ranks may be others then.
+  /// Chooses anew which chunks stay, if those that stay need more room than there is, or if there
+  /// is room for another one. Returns whether it chose; chunks may have other ranks then.
   [[nodiscard]] bool make_room_for(const Residency& residency, const InferenceRoom& room);
-  /// Slots may take this much.
+  /// Returns the bytes that slots may take.
   [[nodiscard]] std::size_t cap_bytes() const noexcept { return cap_bytes_; }
   [[nodiscard]] bool stays(ChunkId chunk) const { return stays_[index(chunk)]; }
 
-  /// Of the i-th chunk of the module entered last. Requires followed(). Those that stream leave
-  /// before those that stay, and among either the one goes first that is used last. What is fetched
-  /// ahead, or used again before max_prefetch others that stream, has its next use as its rank, and
-  /// leaves last.
+  /// Returns the rank of the i-th chunk of the module entered last. Requires followed(). The chunk
+  /// with the highest rank leaves the device first. Chunks that stream leave before those that
+  /// stay, and within either group the one that is used last goes first. A chunk that is fetched
+  /// ahead, or used again before max_prefetch other streamed chunks, has its next use as its rank,
+  /// and leaves last.
   [[nodiscard]] std::uint64_t rank(std::size_t i) const;
-  /// The same of all chunks, before the next access. `fetched_ahead`: not used yet.
+  /// Returns the rank of every chunk before the next access. `fetched_ahead` marks chunks that were
+  /// fetched ahead and not used yet.
   [[nodiscard]] std::vector<std::uint64_t> ranks(const std::vector<bool>& fetched_ahead) const;
-  /// Ranks from there on may leave for a chunk that is used at that access: those of chunks that
-  /// stream and are used after it.
+  /// Returns the lowest rank that may leave for a chunk that is used at access `used_at`. Such
+  /// ranks are those of chunks that stream and are used after that access.
   [[nodiscard]] static std::uint64_t horizon(std::uint64_t used_at) {
     return kStreams + used_at + 1;
   }
 
-  /// Calls `visit(chunk, access)` for the chunks of the accesses to come, a round of them, until it
-  /// returns false; begins where that was the last time.
+  /// Calls `visit(chunk, access)` for the chunks of the coming accesses, up to one round of them,
+  /// until it returns false. Begins at the access where the previous call ended.
   template <typename Visit>
   void look_ahead(Visit&& visit) CASTOR_NOT_ANALYZED {
     const std::uint64_t next = first_access_ + num_entered_;
@@ -81,9 +84,9 @@ class InferencePlan {
       }
     }
   }
-  /// The next look begins with the next access: chunks have left.
+  /// Makes the next look_ahead begin with the next access, after chunks have left.
   void look_again() noexcept { looked_ = 0; }
-  /// Module of an access to come; `ahead` counts from 0. Requires followed().
+  /// Returns the module of a coming access; `ahead` counts from 0. Requires followed().
   [[nodiscard]] ModuleId upcoming(std::size_t ahead) const {
     return module_at(first_access_ + num_entered_ + ahead);
   }
@@ -111,9 +114,9 @@ class InferencePlan {
   std::size_t measure_window(const Residency& residency);
 
   const ChunkLayout& layout_;
-  std::vector<std::vector<ChunkId>> pinned_;  // per module: its chunks and those around it
+  std::vector<std::vector<ChunkId>> pinned_;  // per module: its chunks and its parents'
 
-  // What this round has entered, and where its passes began.
+  // The modules that this round has entered, and the starts of its passes.
   std::vector<ModuleId> recorded_;
   std::vector<PassStart> passes_;
   std::size_t recorded_peak_ = 0;
@@ -122,17 +125,17 @@ class InferencePlan {
   std::vector<ModuleId> round_;
   std::vector<std::size_t> first_next_use_;  // per access
   std::vector<std::uint64_t> next_uses_;     // counted from the round's first access
-  std::vector<bool> soon_;                   // parallel: before max_prefetch others that stream
+  std::vector<bool> soon_;                   // parallel: before max_prefetch other streamed chunks
   std::size_t planned_peak_ = 0;
-  std::vector<bool> stays_;  // per chunk; those that live on the device do
+  std::vector<bool> stays_;  // per chunk; true of chunks resident on the device for good
   std::size_t max_prefetch_ = 0;
   std::size_t chosen_for_bytes_ = 0;
-  std::size_t needed_bytes_ = 0;       // by those that stay, and to stream the others
-  std::size_t smallest_streamed_ = 0;  // room for one more that would stay
+  std::size_t needed_bytes_ = 0;       // for the chunks that stay, and to stream the others
+  std::size_t smallest_streamed_ = 0;  // bytes that one more chunk needs to stay
   bool chosen_ = false;
   std::size_t cap_bytes_ = 0;
 
-  // Where in it the round under way is.
+  // The position of the current round in the plan.
   std::uint64_t first_access_ = 0;
   std::size_t num_entered_ = 0;
   std::uint64_t looked_ = 0;

@@ -28,7 +28,7 @@ struct IoCompletion {
   std::uint64_t tag = 0;
   std::size_t expected_bytes = 0;
   std::size_t transferred_bytes = 0;
-  int error_number = 0;  ///< errno, 0 when the transfer succeeded, in whole or in part
+  int error_number = 0;  ///< errno; 0 when the transfer succeeded, in full or in part
 
   [[nodiscard]] bool complete() const noexcept {
     return error_number == 0 && transferred_bytes == expected_bytes;
@@ -39,7 +39,7 @@ struct IoCompletion {
 /// csrc/io: io_uring, and threads that call pread and pwrite. The files are borrowed and stay open.
 ///
 /// One thread at a time calls an engine; wake() alone may come from any thread. Destruction waits
-/// for what is in flight.
+/// for the transfers in flight.
 class IoEngine {
  public:
   virtual ~IoEngine() = default;
@@ -59,7 +59,7 @@ class IoEngine {
   [[nodiscard]] virtual std::size_t queue_depth() const noexcept = 0;
   [[nodiscard]] virtual std::size_t in_flight() const noexcept = 0;
 
-  /// For reports: "io_uring, depth 64, 2 files and 1 buffer registered".
+  /// Returns a description for reports: "io_uring, depth 64, 2 files and 1 buffer registered".
   [[nodiscard]] virtual std::string description() const = 0;
 };
 

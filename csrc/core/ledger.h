@@ -15,9 +15,9 @@ namespace castor {
 
 class Ledger;
 
-/// Bytes taken from a Ledger's budget; gives them back when destroyed. Move-only.
-/// Memory is reserved before anything is evicted or allocated for it, so a budget is never passed,
-/// not even for a moment.
+/// Bytes taken from a Ledger's budget, which are given back when the reservation is destroyed.
+/// Move-only. Memory is reserved before anything is evicted or allocated for it, so a budget is
+/// never passed, not even briefly.
 class Reservation {
  public:
   Reservation() = default;
@@ -38,51 +38,55 @@ class Reservation {
   std::size_t bytes_ = 0;
 };
 
-/// What one model, or one user, has taken from a tier's hard budget, which several may share. Owned
-/// by a tier; outlives every Reservation. Thread-safe and lock-free: the memory hooks of torch call
-/// it on every allocation.
-/// Invariant: the budget's; used() is this ledger's part.
+/// Account of the bytes that one model, or one other user, has taken from a tier's hard budget.
+/// Several ledgers may share a budget. Owned by a tier; outlives every Reservation. Thread-safe and
+/// lock-free: the memory hooks of torch call it on every allocation.
+/// Invariant: that of the budget; used() counts only what this ledger has taken.
 class Ledger {
  public:
-  /// Of a budget of its own. Throws InvalidArgument if `budget` is 0.
+  /// Makes a ledger with a budget of its own. Throws InvalidArgument if `budget` is 0.
   Ledger(TierKind tier, std::size_t budget);
-  /// `owner` names the model in errors that tell who has what of a shared budget; empty: it is
-  /// none.
+  /// Makes a ledger of a shared budget. `owner` names the model in errors that list the shares of
+  /// the budget; empty: the ledger is not a model's.
   Ledger(std::shared_ptr<Budget> budget, std::string owner);
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
   ~Ledger();
 
-  /// nullopt when `bytes` do not fit now. Zero bytes always fit.
+  /// Reserves `bytes`; returns nullopt when they do not fit now. Zero bytes always fit.
   [[nodiscard]] std::optional<Reservation> try_reserve(std::size_t bytes) noexcept;
-  /// As try_reserve, but throws OutOfMemory with `remedy` in its message.
+  /// Same as try_reserve, but throws OutOfMemory with `remedy` in its message.
   [[nodiscard]] Reservation reserve(std::size_t bytes, const std::string& remedy);
 
-  /// Untracked forms for memory whose owner cannot hold a Reservation (a torch DataPtr context).
+  /// Untracked forms of reserving and releasing, for memory whose owner cannot hold a Reservation
+  /// (a torch DataPtr context).
   [[nodiscard]] bool try_take(std::size_t bytes) noexcept;
   void give_back(std::size_t bytes) noexcept;
-  /// For memory that is taken already, whatever the budget says.
+  /// Takes bytes whatever the budget says, for memory that is in use already.
   void take_anyway(std::size_t bytes) noexcept;
-  /// For bytes that are paid for twice for a moment: no peak sees them.
+  /// Same as take_anyway, but for bytes that are paid for twice for a short time: no peak includes
+  /// them.
   void take_unnoted(std::size_t bytes) noexcept;
 
-  /// The budget gets back all that is taken, which stays with those who have it and is nobody's
-  /// concern from now on: nothing is counted here any more.
+  /// Gives all bytes taken back to the budget, and counts nothing any more. The memory stays with
+  /// its owners and is not accounted for from now on.
   void leave() noexcept;
   [[nodiscard]] bool has_left() const noexcept { return (raw() & kLeft) != 0; }
 
-  /// For throwing: what was requested, what there is, who has the rest, and `remedy`.
+  /// Returns an error to throw: the bytes requested, the bytes available, the users of the rest,
+  /// and `remedy`.
   [[nodiscard]] OutOfMemory out_of_memory(std::size_t bytes, const std::string& remedy) const;
 
   [[nodiscard]] TierKind tier() const noexcept { return budget_->tier(); }
   [[nodiscard]] const std::string& owner() const noexcept { return owner_; }
-  /// By this ledger.
+  /// Returns the bytes taken by this ledger.
   [[nodiscard]] std::size_t used() const noexcept { return has_left() ? 0 : raw(); }
-  // Of the budget, whoever takes from it.
+  // Figures of the budget, over all its ledgers.
   [[nodiscard]] std::size_t budget() const noexcept { return budget_->bytes(); }
   [[nodiscard]] std::size_t available() const noexcept { return budget_->available(); }
   [[nodiscard]] std::size_t peak() const noexcept { return budget_->peak(); }
-  /// The highest value since the previous call; starts the next window at the current value.
+  /// Returns the highest used() of the budget since the previous call, and starts the next window
+  /// at the current value.
   [[nodiscard]] std::size_t take_window_peak() noexcept { return window_.take(budget_->used()); }
 
  private:
@@ -93,7 +97,7 @@ class Ledger {
   const std::shared_ptr<Budget> budget_;
   const std::string owner_;
   Peaks::Window window_;
-  // With kLeft from leave() on. Relaxed: each update is one atomic operation.
+  // Has the bit kLeft from leave() on. Relaxed: each update is one atomic operation.
   std::atomic<std::size_t> used_{0};
 };
 

@@ -16,31 +16,32 @@ namespace castor {
 /// The first module, which encloses the others.
 inline constexpr ModuleId kRootModule{0};
 
-/// Which of its two passes a module is under way in.
+/// Pass in which a module is under way.
 enum class Pass : std::uint8_t { kForward, kBackward };
 
-/// The modules under way and what they pin: those whose forward runs, nested, and the one whose
-/// backward began last. Owned by the runtime, and by a dry run. Not thread-safe.
+/// Account of the modules under way and of their pins: the modules whose forward runs, nested, and
+/// the one whose backward began last. Owned by the runtime, and by a dry run. Not thread-safe.
 class ModuleFrames {
  public:
   using Released = std::function<void(ModuleId, Pass)>;
 
-  /// `released` is told of each module that is under way no more, before its pins go.
+  /// Makes an empty account. Calls `released` for each module that is under way no more, before its
+  /// pins go.
   explicit ModuleFrames(Released released = {}) : released_(std::move(released)) {}
 
-  /// A forward begins: the backward under way ends, and before the model's forward all that an
-  /// interrupted pass left.
+  /// Prepares a forward: ends the backward under way and, before the root module's forward,
+  /// releases everything that an interrupted pass left.
   void begin_forward(ModuleId module);
-  /// Once it began. `acquire(std::vector<Pin>*)` appends what the module pins; where it throws, its
-  /// pins are gone and the module is not under way.
+  /// Enters a module whose forward has begun. `acquire(std::vector<Pin>*)` appends the module's
+  /// pins. Where it throws, these pins are gone and the module is not under way.
   template <typename Acquire>
   void enter_forward(ModuleId module, Acquire&& acquire) {
     const std::size_t first = acquired(&forward_pins_, acquire);
     forwards_.push_back({module, first});
   }
-  /// Releases the module and whatever it left entered. Requires that it is entered.
+  /// Releases the module and the modules entered after it. Requires that the module is entered.
   void exit_forward(ModuleId module);
-  /// As enter_forward. Requires that no backward is under way.
+  /// Same as enter_forward, but for a backward. Requires that no backward is under way.
   template <typename Acquire>
   void enter_backward(ModuleId module, Acquire&& acquire) {
     static_cast<void>(acquired(&backward_pins_, acquire));
@@ -50,13 +51,13 @@ class ModuleFrames {
   void release_all();
 
   [[nodiscard]] bool entered(ModuleId module) const noexcept;
-  /// Of the forwards under way; nullopt where there is none.
+  /// Returns the innermost module whose forward is under way; nullopt where there is none.
   [[nodiscard]] std::optional<ModuleId> innermost() const noexcept {
     return forwards_.empty() ? std::nullopt : std::optional(forwards_.back().module);
   }
   [[nodiscard]] std::optional<ModuleId> backward() const noexcept { return backward_; }
   [[nodiscard]] bool backward_pins() const noexcept { return !backward_pins_.empty(); }
-  /// Whether no forward is under way.
+  /// Returns whether no forward is under way.
   [[nodiscard]] bool no_forward() const noexcept { return forwards_.empty(); }
 
  private:

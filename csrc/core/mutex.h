@@ -2,30 +2,31 @@
 
 #include <mutex>
 
-// Which mutex guards what, checked by clang's thread-safety analysis (`make lint-threads`); other
-// compilers see nothing of it. Constructors and destructors are not checked.
+// Annotations that say which mutex guards what. Clang's thread-safety analysis checks them (`make
+// lint-threads`); other compilers ignore them. Constructors and destructors are not checked.
 #if defined(__clang__)
 #define CASTOR_THREAD_ATTRIBUTE(attribute) __attribute__((attribute))
 #else
 #define CASTOR_THREAD_ATTRIBUTE(attribute)
 #endif
-/// A member that is read and written only while the mutex is held.
+/// Marks a member that is read and written only while the mutex is held.
 #define CASTOR_GUARDED_BY(mutex) CASTOR_THREAD_ATTRIBUTE(guarded_by(mutex))
-/// A function, or a lambda, that is called only while the mutex is held.
+/// Marks a function, or a lambda, that is called only while the mutex is held.
 #define CASTOR_REQUIRES(mutex) CASTOR_THREAD_ATTRIBUTE(requires_capability(mutex))
-/// A function that calls what it was given: the analysis does not see what that requires.
+/// Marks a function that calls a function it was given: the analysis does not see what the latter
+/// requires.
 #define CASTOR_NOT_ANALYZED CASTOR_THREAD_ATTRIBUTE(no_thread_safety_analysis)
 
 namespace castor {
 
-/// std::mutex, as the analysis knows it. Taken by MutexLock.
+/// A std::mutex that the analysis knows. Taken by MutexLock.
 class CASTOR_THREAD_ATTRIBUTE(capability("mutex")) Mutex {
  private:
   friend class MutexLock;
   std::mutex mutex_;
 };
 
-/// Holds a mutex while it lives, but for what runs between unlock() and lock().
+/// Lock that holds a mutex while it lives, except between unlock() and lock().
 class CASTOR_THREAD_ATTRIBUTE(scoped_lockable) MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) CASTOR_THREAD_ATTRIBUTE(acquire_capability(mutex))
@@ -38,7 +39,7 @@ class CASTOR_THREAD_ATTRIBUTE(scoped_lockable) MutexLock {
   void unlock() CASTOR_THREAD_ATTRIBUTE(release_capability()) CASTOR_NOT_ANALYZED {
     lock_.unlock();
   }
-  /// For condition variables, whose predicates are lambdas with CASTOR_REQUIRES.
+  /// Returns the lock for condition variables, whose predicates are lambdas with CASTOR_REQUIRES.
   [[nodiscard]] std::unique_lock<std::mutex>& native() noexcept { return lock_; }
 
  private:

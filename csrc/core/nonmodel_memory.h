@@ -12,34 +12,35 @@
 
 namespace castor {
 
-/// Frees device memory when an allocation does not fit. Implemented by the runtime, for all models
-/// that share the account.
+/// Seam that frees device memory when an allocation does not fit. Implemented by the runtime, for
+/// all models that share the account.
 class Reclaimer {
  public:
   virtual ~Reclaimer() = default;
   /// Evicts until `bytes` are available on the device. Throws OutOfMemory, with what would help,
   /// when that cannot be.
   virtual void reclaim(std::size_t bytes) = 0;
-  /// The device refused `bytes` that its ledger has: evicts that many, as far as chunks may leave.
-  /// Whether any memory came free.
+  /// Evicts `bytes` of chunks, as far as they may leave, after the device refused bytes that its
+  /// ledger has. Returns whether any memory came free.
   [[nodiscard]] virtual bool evict_refused(std::size_t /*bytes*/) { return false; }
 };
 
-/// Device bytes that are not chunks: activations, temporaries, gradients on their way. Takes from
-/// the device budget as the chunks do, so that both together never pass it. Shared ownership: a
-/// tensor may outlive the model it came from. Thread-safe; allocate is lock-free while memory
-/// lasts.
+/// Account of the device bytes that are not chunks: activations, temporaries, gradients on their
+/// way to the host. Takes from the device budget as the chunks do, so that both together never pass
+/// the budget. Shared ownership: a tensor may outlive the model it came from. Thread-safe; allocate
+/// is lock-free while memory lasts.
 ///
-/// Of one model; or, where what torch allocates on a device cannot be told apart, of all models
-/// that share the budget, whose runtimes stand in for one another.
+/// The account belongs to one model. Where torch's allocations on a device cannot be told apart by
+/// model, it belongs to all models that share the budget, and their runtimes stand in for one
+/// another.
 ///
-/// Where castor's own allocator hands the memory out, allocate and free keep the account. Where
-/// another one does (a GPU's), make_room goes before it, and note_allocated and note_freed tell
-/// what it did: they never block, and may be called with its locks held.
+/// If castor's own allocator hands the memory out, allocate and free keep the account. If another
+/// allocator does (a GPU's), make_room is called before it, and note_allocated and note_freed tell
+/// what it did. The latter two never block, and may be called with that allocator's locks held.
 class NonModelMemory {
  public:
   explicit NonModelMemory(std::shared_ptr<Ledger> device) : device_(std::move(device)) {}
-  /// On the ledger of a tier, which it keeps.
+  /// Makes an account on the ledger of a tier, which the account keeps alive.
   explicit NonModelMemory(const std::shared_ptr<MemoryTier>& device)
       : NonModelMemory(std::shared_ptr<Ledger>(device, &device->ledger())) {}
   ~NonModelMemory() { free(bytes()); }
@@ -48,41 +49,44 @@ class NonModelMemory {
 
   /// Takes `bytes` from the device budget, reclaiming chunks if need be. Throws OutOfMemory.
   void allocate(std::size_t bytes);
-  /// As allocate where there is room as it is; else false, and nothing was taken. Never blocks.
+  /// Same as allocate, but returns false, and takes nothing, where there is no room without
+  /// reclaiming. Never blocks.
   [[nodiscard]] bool try_allocate(std::size_t bytes) noexcept;
   void free(std::size_t bytes) noexcept;
 
-  /// Whether `bytes` more fit the budget as it is.
+  /// Returns whether `bytes` more fit the budget as it is.
   [[nodiscard]] bool fits(std::size_t bytes) const noexcept {
     return device_->available() >= bytes;
   }
-  /// Reclaims chunks until `bytes` fit the budget. Throws OutOfMemory as allocate does; no effect
+  /// Reclaims chunks until `bytes` fit the budget. Throws OutOfMemory as allocate does. No effect
   /// once the model is gone.
   void make_room(std::size_t bytes);
-  /// As Reclaimer::evict_refused.
+  /// Evicts chunks through one of the account's runtimes (Reclaimer::evict_refused).
   [[nodiscard]] bool evict_refused(std::size_t bytes);
   void note_allocated(std::size_t bytes) noexcept;
   void note_freed(std::size_t bytes) noexcept { free(bytes); }
-  /// Somebody else pays for memory that is not freed yet; then it is about to be freed, and the
-  /// account has it again until it hears of that.
+  /// Takes bytes that are not freed yet off the account, because another one pays for them
+  /// (hand_over). Puts them back when they are about to be freed, until the account hears of that
+  /// (take_back).
   void hand_over(std::size_t bytes) noexcept { free(bytes); }
   void take_back(std::size_t bytes) noexcept {
     device_->take_unnoted(bytes);
     bytes_.fetch_add(bytes, std::memory_order_relaxed);
   }
 
-  /// A runtime registers itself, and takes itself off before it goes; both block while a reclaim is
-  /// running.
+  /// Registers a runtime. Blocks while a reclaim is running.
   void add_reclaimer(Reclaimer* reclaimer);
+  /// Removes a runtime, before it is destroyed. Blocks while a reclaim is running.
   void remove_reclaimer(Reclaimer* reclaimer);
-  /// Whether no model is left: whoever still charges allocations to this account should stop.
+  /// Returns whether no model is left: a caller that still charges allocations to this account
+  /// should stop.
   [[nodiscard]] bool orphaned() const noexcept { return orphaned_.load(std::memory_order_relaxed); }
 
   [[nodiscard]] std::size_t bytes() const noexcept {
     return bytes_.load(std::memory_order_relaxed);
   }
   [[nodiscard]] std::size_t peak_bytes() const noexcept { return peaks_.highest(); }
-  /// For windows of one's own over bytes().
+  /// Returns the peaks of bytes(), for windows of the caller's own.
   [[nodiscard]] Peaks& peaks() noexcept { return peaks_; }
 
  private:

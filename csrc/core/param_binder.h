@@ -8,20 +8,21 @@
 
 namespace castor {
 
-/// Points the parameters of a chunk at memory. Seam: torch storages in csrc/torch, fakes in tests.
+/// Seam that points the parameters of a chunk at memory: torch storages in csrc/torch, fakes in
+/// tests.
 class ParamBinder {
  public:
   virtual ~ParamBinder() = default;
   virtual void bind(ChunkId chunk, std::byte* address) noexcept = 0;
-  /// Remembers how often the parameters were written, so far as the binder sees it ...
+  /// Remembers how often the parameters were written, as far as the binder sees it.
   virtual void snapshot(ChunkId chunk) noexcept = 0;
-  /// ... and tells whether somebody wrote to one of them since.
+  /// Returns whether somebody has written to one of the parameters since the snapshot.
   [[nodiscard]] virtual bool written_since_snapshot(ChunkId chunk) const noexcept = 0;
-  /// The chunk's home is about to be overwritten by what user code made of its slot: here are both,
-  /// of the payload's bytes. If this throws, the chunk stays where it is.
+  /// Called before the chunk's host storage `home` is overwritten with what user code made of its
+  /// `slot`. Both have the payload's bytes. If this throws, the chunk stays where it is.
   virtual void before_write_back(ChunkId chunk, const std::byte* home, const std::byte* slot) = 0;
-  /// Copies within the device, in order with the computing. As it is: for a device that the host
-  /// can address.
+  /// Copies within the device, in order with the computing. The default is for a device that the
+  /// host can address.
   virtual void copy_on_device(std::span<const std::byte> source, std::byte* target) {
     std::memcpy(target, source.data(), source.size());
   }

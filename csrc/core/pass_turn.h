@@ -13,52 +13,54 @@
 
 namespace castor {
 
-/// Gives the threads that call one model their turns: the pass of one at a time runs, others wait
-/// for its end. A turn is the union of what its owner has under way:
+/// Scheduler of the threads that call one model: the pass of one thread at a time runs, and the
+/// others wait for its end. A turn is the union of what its owner has under way:
 ///   - a forward, from the outermost module's entry to that module's exit;
 ///   - backward passes, which autograd's threads run on behalf of the thread that called backward;
 ///   - sections: a step, a save, a load.
 /// Whatever the owner begins within its turn belongs to it: a recomputation in backward, a hook
-/// that calls the model again, a backward pass within a forward. Those who wait go first come,
-/// first served.
+/// that calls the model again, a backward pass within a forward. Waiting threads are served first
+/// come, first served.
 ///
-/// A wait ends with a UsageError where it cannot be known to end: when the owner has done nothing
-/// with the model for patience(), or when the waiting thread of autograd's is the one that the
-/// owner's backward pass needs. The turn of a thread that has died is over.
+/// A wait ends with a UsageError where it cannot be known to end. That is when the owner has done
+/// nothing with the model for patience(), or when the waiting thread is the autograd thread that
+/// the owner's backward pass needs. The turn of a thread that has died is over.
 ///
-/// Thread-safe: one mutex, taken once an event, nothing else is taken while it is held. Owned by
-/// the session, through Passes.
+/// Thread-safe: one mutex, taken once an event, and nothing else is taken while it is held. Owned
+/// by the session, through Passes.
 class PassTurn {
  public:
   using Task = int;
   static constexpr Task kNoTask = -1;
   static constexpr std::chrono::milliseconds kPatience = std::chrono::minutes(5);
 
-  /// A thread, under a number that no other thread ever has.
+  /// Thread with a number that no other thread ever has.
   struct Thread : std::enable_shared_from_this<Thread> {
     std::uint64_t number = 0;
-    long native_id = 0;  ///< as Python's threading.get_native_id()
+    long native_id = 0;  ///< number from Python's threading.get_native_id()
   };
-  /// Gives the number that the operating system has for the calling thread.
+  /// Returns the number that the operating system has for the calling thread.
   using NativeId = long (*)();
-  /// Messages name threads by these numbers, if they call for the first time from now on.
+  /// Sets the numbers by which messages name threads that call for the first time from now on.
   static void number_threads_by(NativeId native_id) noexcept;
-  /// A waiting thread calls it ten times a second, with no mutex held. An exception ends the wait.
+  /// Function that a waiting thread calls ten times a second, with no mutex held. An exception of
+  /// it ends the wait.
   using Look = void (*)();
-  /// Sets it for all models of the process.
+  /// Sets the Look function of all models of the process.
   static void look_by(Look look) noexcept;
-  /// Lives as long as the thread.
+  /// Returns the calling thread's Thread, which lives as long as the thread.
   [[nodiscard]] static const Thread& this_thread();
 
   /// The thread that an event comes from, and the backward pass that it works for.
   struct Caller {
     const Thread* thread = &this_thread();
-    /// Whether the thread is autograd's, of a device: it runs backward passes of many threads.
+    /// Whether the thread is autograd's thread of a device, which runs backward passes of many
+    /// threads.
     bool shared = false;
-    Task task = kNoTask;  ///< as autograd numbers them
+    Task task = kNoTask;  ///< autograd's number of the backward pass
   };
 
-  /// Which turn made a graph: by it a backward pass is known to be of the turn under way.
+  /// Turn that made a graph. It tells whether a backward pass belongs to the turn under way.
   struct Origin {
     std::uint64_t turn = 0;    ///< its number; 0: not known
     std::uint64_t thread = 0;  ///< the number of the thread that called the model; 0: not known
@@ -66,52 +68,52 @@ class PassTurn {
 
   struct Joined {
     bool in_task = false;      ///< the caller works for a backward pass
-    bool task_is_new = false;  ///< for one that was not known: end_task has to follow
-    bool nested = false;       ///< for one within another
+    bool task_is_new = false;  ///< the pass was not known: end_task has to follow
+    bool nested = false;       ///< the pass is within another one
     bool left_behind = false;  ///< the last owner has died, and left modules entered
   };
 
   enum class Mode : std::uint8_t { kTraining, kInference };
-  /// Whether a section's owner waits in it for a backward pass.
+  /// Kind of a section; kRunsBackward: its owner waits in it for a backward pass.
   enum class Section : std::uint8_t { kPlain, kRunsBackward };
 
   PassTurn() = default;
   PassTurn(const PassTurn&) = delete;
   PassTurn& operator=(const PassTurn&) = delete;
 
-  /// Before a module's forward. Between a backward that has updated weights and its step, inference
-  /// of other threads than the trainer's waits for the step, at most half a minute.
+  /// Takes the turn before a module's forward. Between a backward that has updated weights and its
+  /// step, inference of threads other than the trainer's waits for the step, at most half a minute.
   Joined enter_forward(const Caller& caller, Mode mode);
-  /// No module is under way any more. No effect where no forward is.
+  /// Ends the forward: no module is under way any more. No effect where no forward is.
   void end_forward();
-  /// Something of the model happens in a backward pass, over a graph of that origin.
+  /// Joins a backward pass in which something of the model happens, over a graph of that origin.
   Joined join_backward(const Caller& caller, Origin origin);
-  /// The backward pass is over. Returns whether no other is under way.
+  /// Ends the backward pass. Returns whether no other is under way.
   bool end_task(Task task);
-  /// Sections nest like scopes. `what` names the section in the caller's words.
+  /// Enters a section; sections nest like scopes. `what` names the section in the caller's words.
   Joined enter_section(const Caller& caller, Section kind, const std::string& what);
   void end_section(Section kind);
 
-  /// Weights are between two steps, by a backward that has updated some of them.
+  /// Notes that the weights are between two steps: a backward has updated some of them.
   void step_is_due();
   void step_is_over();
 
   [[nodiscard]] std::size_t num_waiting() const;
-  /// Whether the turn is the caller's.
+  /// Returns whether the turn is the caller's.
   [[nodiscard]] bool mine(const Caller& caller) const;
-  /// Whether the caller has a forward or a backward pass under way.
+  /// Returns whether the caller has a forward or a backward pass under way.
   [[nodiscard]] bool in_pass(const Caller& caller) const;
-  /// Whether the backward pass is the only one under way.
+  /// Returns whether the backward pass is the only one under way.
   [[nodiscard]] bool only_task(Task task) const;
-  /// Requires that the turn is the caller's.
+  /// Returns the origin of graphs that are made now. Requires that the turn is the caller's.
   [[nodiscard]] Origin origin() const noexcept CASTOR_NOT_ANALYZED {
     return {.turn = number_, .thread = author_};
   }
 
-  /// How long a wait lasts in which the owner does nothing with the model. Of all models of the
-  /// process.
+  /// Returns how long a thread waits while the owner does nothing with the model; the same for all
+  /// models of the process.
   [[nodiscard]] static std::chrono::milliseconds patience() noexcept;
-  /// Returns what it was. For tests.
+  /// Sets patience() and returns its previous value. For tests.
   static std::chrono::milliseconds set_patience(std::chrono::milliseconds patience) noexcept;
 
  private:
@@ -125,19 +127,19 @@ class PassTurn {
   [[nodiscard]] bool works_for_owner(const Caller& caller) const noexcept CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool awaits_step(const Caller& caller, Mode mode) const noexcept
       CASTOR_REQUIRES(mutex_);
-  /// One that waits.
+  /// Caller that waits.
   struct Waiter {
     const Caller& caller;
     Mode mode;
   };
-  /// Whether nobody stands between the turn and one that waits; nullptr: and one that just came.
+  /// Returns whether nobody stands between the turn and `waiter`; nullptr: a caller that just came.
   [[nodiscard]] bool free_for(const Waiter* waiter) const noexcept CASTOR_REQUIRES(mutex_);
   void forget_the_dead(Joined& joined) CASTOR_REQUIRES(mutex_);
   /// Returns once the turn is the caller's.
   Joined take(MutexLock& lock, const Caller& caller, Origin origin, Mode mode)
       CASTOR_REQUIRES(mutex_);
   void await(MutexLock& lock, const Waiter& waiter, Joined& joined) CASTOR_REQUIRES(mutex_);
-  /// Waits for the next end of a turn, but not long, and looks.
+  /// Waits for the next end of a turn, at most 100 ms, and calls the Look function if none came.
   void wait_and_look(MutexLock& lock) CASTOR_REQUIRES(mutex_);
   [[noreturn]] void throw_never_over(const Caller& caller) const CASTOR_REQUIRES(mutex_);
   void add_task(const Caller& caller, Joined& joined) CASTOR_REQUIRES(mutex_);
@@ -155,16 +157,16 @@ class PassTurn {
   std::uint64_t thread_ CASTOR_GUARDED_BY(mutex_) = 0;
   long native_id_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::weak_ptr<const Thread> alive_ CASTOR_GUARDED_BY(mutex_);
-  std::vector<std::uint64_t> workers_ CASTOR_GUARDED_BY(mutex_);  // of autograd's, for this turn
+  std::vector<std::uint64_t> workers_ CASTOR_GUARDED_BY(mutex_);  // autograd's, for this turn
   bool forward_ CASTOR_GUARDED_BY(mutex_) = false;
   std::size_t sections_ CASTOR_GUARDED_BY(mutex_) = 0;
-  std::size_t backward_sections_ CASTOR_GUARDED_BY(mutex_) = 0;  // of those
+  std::size_t backward_sections_ CASTOR_GUARDED_BY(mutex_) = 0;  // kRunsBackward ones
   std::string section_ CASTOR_GUARDED_BY(mutex_);
   std::vector<Task> tasks_ CASTOR_GUARDED_BY(mutex_);       // nested ones last
   std::uint64_t num_events_ CASTOR_GUARDED_BY(mutex_) = 0;  // of all owners
 
   bool step_due_ CASTOR_GUARDED_BY(mutex_) = false;
-  std::uint64_t trainer_ CASTOR_GUARDED_BY(mutex_) = 0;  // that ran the last training forward
+  std::uint64_t trainer_ CASTOR_GUARDED_BY(mutex_) = 0;  // ran the last training forward
 };
 
 }  // namespace castor

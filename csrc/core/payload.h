@@ -14,14 +14,14 @@
 
 namespace castor {
 
-/// What a chunk owns besides its device slot: parameters, gradients, and what the optimizer keeps
-/// of them, by number (state_payload). What a number means is the optimizer's affair.
+/// Kind of memory that a chunk owns besides its device slot: parameters, gradients, and the
+/// optimizer's states by number (state_payload). The optimizer decides what a number means.
 enum class PayloadKind : std::uint8_t { kParam, kGrad, kFirstState };
 
 inline constexpr std::size_t kMaxStatePayloads = 6;
 inline constexpr std::size_t kNumPayloadKinds = 2 + kMaxStatePayloads;
 
-/// Requires number < kMaxStatePayloads.
+/// Returns the kind of the optimizer state `number`. Requires number < kMaxStatePayloads.
 [[nodiscard]] constexpr PayloadKind state_payload(std::size_t number) noexcept {
   return static_cast<PayloadKind>(static_cast<std::size_t>(PayloadKind::kFirstState) + number);
 }
@@ -35,23 +35,24 @@ inline constexpr std::size_t kNumPayloadKinds = 2 + kMaxStatePayloads;
   return "optimizer states";
 }
 
-/// Refers to a payload's memory and keeps up with it. Seam: torch storages in csrc/torch.
+/// Reference to a payload's memory that keeps up with its moves. Seam: torch storages in
+/// csrc/torch.
 class PayloadFollower {
  public:
   virtual ~PayloadFollower() = default;
-  /// False for good once nothing is left to keep up.
+  /// Returns false for good once nothing is left to keep up.
   [[nodiscard]] virtual bool alive() const noexcept = 0;
-  /// The payload's bytes are at `address` now.
+  /// Notes that the payload's bytes are at `address` now.
   virtual void moved(std::byte* address) noexcept = 0;
 };
 
-/// One chunk payload at its home, with the tier that pays for it. Shared: tensors that users hold
-/// (a state_dict, p.grad) keep the memory alive after the runtime is gone.
+/// Payload of one chunk in its storage, with the tier that pays for it. Shared: tensors that users
+/// hold (a state_dict, p.grad) keep the memory alive after the runtime is gone.
 ///
-/// A payload may be away from its home, in memory of another tier; the home stays allocated, so
-/// that the way back cannot fail for want of memory, but its contents are discarded. Who moves it
-/// copies the bytes and sees to it that nobody uses them meanwhile; followers may be added from any
-/// thread.
+/// A payload may be away from its storage, which home() returns, in memory of another tier. The
+/// storage stays allocated, so that the way back cannot fail for want of memory, but its contents
+/// are discarded. Whoever moves a payload copies the bytes and sees to it that nobody uses them
+/// meanwhile. Followers may be added from any thread.
 class Payload {
  public:
   Payload(std::shared_ptr<MemoryTier> tier, std::size_t bytes, const std::string& remedy)
@@ -59,30 +60,32 @@ class Payload {
         home_(tier_->allocate(bytes, remedy)),
         bytes_(home_.bytes()),
         data_(home_.data()) {}
-  /// One in no memory (on NVMe, in parts on several ranks): a HomeStore has the bytes.
+  /// Makes a payload in no memory (on NVMe, or sharded over ranks): a HomeStore has the bytes.
   explicit Payload(std::size_t bytes) noexcept : bytes_(bytes), data_(nullptr) {}
 
-  /// Where the bytes are; nullptr for one in no memory.
+  /// Returns the address of the bytes; nullptr for a payload in no memory.
   [[nodiscard]] std::byte* data() const noexcept { return data_; }
   [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
-  /// The tier that the bytes are in.
+  /// Returns the tier that the bytes are in.
   [[nodiscard]] TierKind tier() const noexcept {
     return tier_ == nullptr ? TierKind::kNvme : (away_tier_ ? away_tier_ : tier_)->ledger().tier();
   }
 
   [[nodiscard]] bool away() const noexcept { return away_tier_ != nullptr; }
   [[nodiscard]] std::byte* home() const noexcept { return home_.data(); }
-  /// What the payload is on the device, while it is away: as Block::await_users.
+  /// Makes the device's stream wait for other users of the payload while it is away
+  /// (Block::await_users).
   void await_users() const { away_.await_users(); }
-  /// As Block::add_user, where the bytes are.
+  /// Notes another stream that uses the bytes where they are now (Block::add_user).
   void add_user(StreamId stream) const { (away() ? away_ : home_).add_user(stream); }
-  /// The bytes are in `block` of `tier` now, which has room for them. Requires !away().
+  /// Moves the payload to `block` of `tier`, which has the bytes already. Requires !away().
   void move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept;
-  /// The bytes are at home now; returns where they were. Requires away().
+  /// Moves the payload back to its storage, which has the bytes already, and returns the block
+  /// where they were. Requires away().
   Block move_home() noexcept;
-  /// For one that outlives its session: a forked process may use it too, where it is at home.
+  /// Lets forked processes use the payload's storage too, for a payload that outlives its session.
   void share_with_children() noexcept { home_.share_with_children(); }
-  /// From now on it is told of moves, until it is not alive any more.
+  /// Tells `follower` of moves from now on, until it is not alive any more.
   void add_follower(std::unique_ptr<PayloadFollower> follower);
 
  private:
@@ -91,7 +94,7 @@ class Payload {
   std::shared_ptr<MemoryTier> tier_;  // destroyed after home_; nullptr: on NVMe
   Block home_;
   std::size_t bytes_;
-  std::shared_ptr<MemoryTier> away_tier_;  // destroyed after away_; nullptr: at home
+  std::shared_ptr<MemoryTier> away_tier_;  // destroyed after away_; nullptr: not away
   Block away_;
   std::byte* data_;
   Mutex mutex_;

@@ -14,8 +14,8 @@ inline void raise_to(std::atomic<std::size_t>& maximum, std::size_t value) noexc
   }
 }
 
-/// The highest values of a counter of bytes: ever, and for each of those who ask, since its window
-/// began. Thread-safe; note() is lock-free. The counter itself stays with its owner.
+/// Highest values of a counter of bytes: since construction, and for each window since it began.
+/// Thread-safe; note() is lock-free. The counter itself stays with its owner.
 class Peaks {
   struct Cell {
     std::atomic<std::size_t> highest{0};
@@ -33,16 +33,16 @@ class Peaks {
     }
   }
 
-  /// One reader's. Ends before the Peaks do.
+  /// Window of one reader. Ends before the Peaks do.
   class Window {
    public:
-    /// `now`: the counter's value.
+    /// Opens a window; `now` is the counter's value.
     Window(Peaks& peaks, std::size_t now) : cell_(peaks.open_cell()) { cell_->highest.store(now); }
     Window(const Window&) = delete;
     Window& operator=(const Window&) = delete;
     ~Window() { cell_->open.store(false, std::memory_order_release); }
-    /// The highest value since the previous call; the next window starts at `now`, the counter's
-    /// current value.
+    /// Returns the highest value since the previous call. The next window starts at `now`, the
+    /// counter's current value.
     [[nodiscard]] std::size_t take(std::size_t now) noexcept {
       return std::max(cell_->highest.exchange(now, std::memory_order_relaxed), now);
     }
@@ -51,7 +51,7 @@ class Peaks {
     Cell* const cell_;
   };
 
-  /// The counter rose to `value`.
+  /// Notes that the counter rose to `value`.
   void note(std::size_t value) noexcept {
     raise_to(highest_, value);
     for (Cell* cell = first_.load(std::memory_order_acquire); cell != nullptr; cell = cell->next) {
@@ -63,7 +63,7 @@ class Peaks {
   }
 
  private:
-  // Cells stay in the list, which note() walks at any time, and are lent again.
+  // Cells stay in the list, which note() walks at any time, and are reused.
   Cell* open_cell() {
     for (Cell* cell = first_.load(std::memory_order_acquire); cell != nullptr; cell = cell->next) {
       bool open = false;

@@ -4,8 +4,9 @@
 
 namespace castor {
 
-/// The optimizer's updates that run beside the caller. Until a chunk's update is over, its home may
-/// neither be read nor written. Seam: UpdateQueue in csrc/parallel, fakes in tests. Thread-safe.
+/// Updates of the optimizer that run beside the caller. Until a chunk's update is over, its host
+/// storage may neither be read nor written. Seam: UpdateQueue in csrc/parallel, fakes in tests.
+/// Thread-safe.
 class PendingUpdates {
  public:
   virtual ~PendingUpdates() = default;

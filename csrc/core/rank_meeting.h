@@ -13,10 +13,10 @@
 
 namespace castor {
 
-/// Where in a step ranks meet.
+/// Point of a step at which ranks meet.
 enum class MeetingPoint : std::uint8_t { kBackwardEnd, kStep };
 
-/// Of a parameter, what its optimizer keeps; each rank has its piece.
+/// Request for an optimizer state of a parameter; each rank has its shard of the state.
 struct StateRequest {
   ParamId param{};
   PayloadKind kind{};
@@ -24,7 +24,7 @@ struct StateRequest {
   bool operator==(const StateRequest&) const = default;
 };
 
-/// Of a parameter that every rank has whole and updates by itself: what it has come to.
+/// Digest of the values of a parameter that every rank has in full and updates by itself.
 struct WeightDigest {
   ParamId param{};
   std::uint64_t value = 0;
@@ -32,46 +32,50 @@ struct WeightDigest {
   bool operator==(const WeightDigest&) const = default;
 };
 
-/// Which gradients a rank has, or all of them together.
+/// Marks of the gradients that a rank has, or that all ranks together have.
 struct GradientMarks {
-  /// None.
+  /// Makes marks of no gradients.
   explicit GradientMarks(const ChunkLayout& layout);
 
   std::vector<bool> fresh;      ///< per chunk: gradients came that have not been averaged
-  std::vector<bool> handed;     ///< per chunk: ... to be averaged beside the pass, if all do so
+  std::vector<bool> handed;     ///< per chunk: handed over to average beside the pass, if all do
   std::vector<bool> present;    ///< per parameter: there is a gradient in its chunk
-  std::optional<double> scale;  ///< of the losses that they are of; nullopt: there are none
+  std::optional<double> scale;  ///< scale of their losses; nullopt: there are no gradients
 };
 
-/// How the ranks of a model know that they do the same before they enter a collective, which would
-/// wait for ever for one that does something else. Ranks may run different modules: what one has a
-/// gradient of, all have. Used by one thread at a time.
+/// Meeting in which the ranks of a model check that they do the same before they enter a
+/// collective. A collective would wait forever for a rank that does something else. Ranks may run
+/// different modules: a parameter that has a gradient on one rank has one on all. Used by one
+/// thread at a time.
 class RankMeeting {
  public:
-  /// Meets the others. Throws UsageError where their chunks are not these. Both outlive this.
+  /// Meets the others. Throws UsageError where their chunks differ from these. Both arguments
+  /// outlive this.
   RankMeeting(Collectives& ranks, const ChunkLayout& layout);
 
-  /// Tells the others what this rank has, and returns what any has. Throws UsageError, on every
-  /// rank, where they are at different points, have scaled their losses differently, or some have
-  /// run a pass again that failed there and not on others. `optimizer`: which steps, of several.
+  /// Tells the others which gradients this rank has, and returns those that any rank has. Throws
+  /// UsageError, on every rank, in three cases: the ranks are at different points; they have scaled
+  /// their losses differently; some run a pass again that failed there and not on others.
+  /// `optimizer`: the number of the one that steps, of several.
   [[nodiscard]] GradientMarks meet(MeetingPoint point, const GradientMarks& own,
                                    std::optional<std::size_t> optimizer = {});
-  /// This rank has updated weights by itself, as the others have: they are compared where ranks
-  /// meet next, which throws UsageError on every rank where they differ. As many of the same
-  /// parameters on each, in one order.
+  /// Notes that this rank has updated weights by itself, as the others have. The digests are
+  /// compared when ranks meet next, except to load; where they differ, that meeting throws
+  /// UsageError on every rank. Each rank gives digests of the same parameters, in one order.
   void weights_updated(std::vector<WeightDigest> digests);
-  /// The step is over.
+  /// Notes that the step is over.
   void end_step() noexcept;
-  /// Weights are about to be replaced by every rank, or have been. Throws UsageError, on every
-  /// rank, where one does something else.
+  /// Meets when every rank is about to replace weights, or has replaced them. Throws UsageError, on
+  /// every rank, where one does something else.
   void meet_to_load();
 
-  /// A state is about to be read by every rank, or by some while the others serve. Throws
-  /// UsageError, on every rank, where they ask for different ones or do something else.
+  /// Meets when every rank is about to read a state, or some are while the others serve. Throws
+  /// UsageError, on every rank, where they ask for different states or do something else.
   void meet_to_read(StateRequest own);
-  /// Of a rank that serves: what others read next; nullopt: one of them has ended the service.
+  /// Meets as a rank that serves. Returns the state that others read next; nullopt: one of them has
+  /// ended the service.
   [[nodiscard]] std::optional<StateRequest> meet_to_serve();
-  /// Of a rank that has read all it wants: those that serve are told.
+  /// Ends the service, on a rank that has read all it wants, and tells those that serve.
   void end_service();
 
  private:
@@ -86,8 +90,8 @@ class RankMeeting {
   const ChunkLayout& layout_;
   std::uint64_t steps_ = 0;
   std::uint64_t backwards_ = 0;        // in this step
-  std::vector<WeightDigest> weights_;  // of the last update by itself
-  std::string diverged_;               // what every rank was told: they cannot meet again
+  std::vector<WeightDigest> weights_;  // of this rank's last update by itself
+  std::string diverged_;               // message that every rank got: they cannot meet again
 };
 
 }  // namespace castor

@@ -18,11 +18,11 @@ class Residency;
 /// Next use of a chunk that this step will not touch again.
 inline constexpr std::uint64_t kNeverUsed = ~std::uint64_t{0};
 
-/// Who keeps a chunk on the device: a module, or an operator that took the addresses of its memory.
+/// Owner of a pin: a module, or an operator that took the addresses of the chunk's memory.
 enum class PinKind : std::uint8_t { kModule, kOperator };
 
-/// Keeps a chunk on the device while it lives, and for an operator all its payloads where they are.
-/// Move-only; made by Residency::pin.
+/// Pin that keeps a chunk on the device while it lives. An operator's pin also keeps all payloads
+/// of the chunk where they are. Move-only; made by Residency::pin.
 class Pin {
  public:
   Pin() = default;
@@ -53,16 +53,17 @@ class Pin {
   PinKind kind_ = PinKind::kModule;
 };
 
-/// Which chunks are on the device, in slots or for good, what pins them, and which leaves next. An
-/// account only: no memory, no copies, no time. The chunk manager keeps one and moves bytes as it
-/// says; the planner and the simulator run a simulated one (DryRun). Not thread-safe; outlives its
-/// pins. O(log chunks).
+/// Account of the chunks that are on the device, in slots or for good, of their pins, and of the
+/// order in which they leave. An account only: no memory, no copies, no time. The chunk manager
+/// keeps one and moves bytes as it says; the planner and the simulator run a simulated one
+/// (DryRun). Not thread-safe; outlives its pins. O(log chunks).
 /// Evictions: the furthest next use goes first (Belady 1966); ties go by id, so that every run
 /// takes the same decisions. Invariants: a pinned chunk is resident; a chunk may leave if and only
 /// if it is in a slot, streams (Placement::kStream) and is not pinned.
 class Residency {
  public:
-  /// Nothing is in a slot. Throws InvalidArgument where there is not one placement for each chunk.
+  /// Begins with nothing in a slot. Throws InvalidArgument where there is not one placement for
+  /// each chunk.
   Residency(const ChunkLayout& layout, std::span<const Placement> placements);
   Residency(const Residency&) = delete;
   Residency& operator=(const Residency&) = delete;
@@ -74,38 +75,40 @@ class Residency {
   [[nodiscard]] bool in_slot(ChunkId chunk) const { return at(chunk).in_slot; }
   [[nodiscard]] bool resident(ChunkId chunk) const { return on_device(chunk) || in_slot(chunk); }
   [[nodiscard]] std::uint32_t pins(ChunkId chunk) const { return at(chunk).pins; }
-  /// Of the pins: those of operators.
+  /// Returns the number of the chunk's pins that are operators'.
   [[nodiscard]] std::uint32_t holds(ChunkId chunk) const { return at(chunk).holds; }
   [[nodiscard]] std::size_t num_holds() const noexcept { return num_holds_; }
   [[nodiscard]] std::uint64_t next_use(ChunkId chunk) const { return at(chunk).next_use; }
-  /// Device bytes that its slot takes, or would take.
+  /// Returns the device bytes that the chunk's slot takes, or would take.
   [[nodiscard]] std::size_t capacity(ChunkId chunk) const { return at(chunk).capacity_bytes; }
 
-  /// Of all slots.
+  /// Returns the bytes of all slots.
   [[nodiscard]] std::size_t slot_bytes() const noexcept { return slot_bytes_; }
-  /// Of the slots whose chunks are pinned.
+  /// Returns the bytes of the slots whose chunks are pinned.
   [[nodiscard]] std::size_t pinned_bytes() const noexcept { return pinned_bytes_; }
-  /// Of the slots that stay: pinned ones, and those of kept chunks (kKeep) from their first pin on.
+  /// Returns the bytes of the slots that stay: pinned ones, and those of kept chunks (kKeep) from
+  /// their first pin on.
   [[nodiscard]] std::size_t held_bytes() const noexcept { return held_bytes_; }
   [[nodiscard]] bool held(ChunkId chunk) const { return at(chunk).pins > 0 || at(chunk).kept; }
 
-  /// Orders evictions once the chunk may leave.
+  /// Sets the chunk's next use, which orders evictions once the chunk may leave.
   void set_next_use(ChunkId chunk, std::uint64_t next_use);
-  /// Requires that it is not resident.
+  /// Puts the chunk into a slot. Requires that it is not resident.
   void take_slot(ChunkId chunk);
-  /// Requires that it is in a slot and not pinned.
+  /// Takes the chunk out of its slot. Requires that it is in a slot and not pinned.
   void give_up_slot(ChunkId chunk) noexcept;
-  /// Requires that it is resident.
+  /// Pins the chunk. Requires that it is resident.
   [[nodiscard]] Pin pin(ChunkId chunk, PinKind kind = PinKind::kModule);
-  /// Lives on the device until it is demoted. Requires that it streams and is in no slot.
+  /// Makes the chunk resident on the device until it is demoted. Requires that it streams and is in
+  /// no slot.
   void promote(ChunkId chunk);
-  /// From now on it streams, from a slot; its pins stay. Requires that it was promoted.
+  /// Makes the chunk stream from now on, from a slot; its pins stay. Requires that it was promoted.
   void demote(ChunkId chunk);
   [[nodiscard]] bool promoted(ChunkId chunk) const { return at(chunk).promoted; }
 
-  /// Calls `evict` for one chunk after the other until enough() or none may leave whose next use is
-  /// `horizon` or later; returns whether it is enough. `evict` gives up the chunk's slot, or
-  /// throws.
+  /// Calls `evict` for one chunk after the other until enough(), or until no chunk may leave whose
+  /// next use is `horizon` or later. Returns whether it is enough. `evict` gives up the chunk's
+  /// slot, or throws.
   template <typename Enough, typename Evict>
   bool evict_until(Enough&& enough, std::uint64_t horizon, Evict&& evict) {
     while (!enough()) {
@@ -119,7 +122,8 @@ class Residency {
   [[nodiscard]] bool slots_fit(std::size_t more_bytes, std::size_t cap_bytes) const noexcept {
     return slot_bytes_ + more_bytes <= cap_bytes;
   }
-  /// Whether evicting would make `more_bytes` fit under the cap. Nothing changes.
+  /// Returns whether evicting chunks whose next use is `horizon` or later would make `more_bytes`
+  /// fit under the cap. Changes nothing.
   [[nodiscard]] bool could_fit(std::size_t more_bytes, std::size_t cap_bytes,
                                std::uint64_t horizon) const;
 
@@ -148,7 +152,7 @@ class Residency {
   void unpin(ChunkId chunk, PinKind kind) noexcept;
 
   std::vector<Chunk> chunks_;
-  std::set<Key> evictable_;  // those that may leave
+  std::set<Key> evictable_;  // the chunks that may leave
   std::size_t slot_bytes_ = 0;
   std::size_t pinned_bytes_ = 0;
   std::size_t held_bytes_ = 0;
@@ -161,8 +165,8 @@ inline void Pin::release() noexcept {
   }
 }
 
-/// What an access does first: pins what it needs that is there, so that making room for the rest
-/// cannot evict it; then brings in and pins each of the others.
+/// Pins the chunks that an access needs. Those that are resident are pinned first, so that making
+/// room for the rest cannot evict them. Then each of the others is brought in and pinned.
 template <typename BringIn, typename MakePin>
 void pin_all(std::span<const ChunkId> needed, const Residency& residency, std::vector<Pin>* pins,
              BringIn&& bring_in, MakePin&& pin) CASTOR_NOT_ANALYZED {

@@ -4,17 +4,17 @@
 
 namespace castor {
 
-/// How many of a model's weights a checkpoint replaces.
+/// Extent to which a checkpoint replaces a model's weights.
 enum class LoadedWeights : std::uint8_t {
   kNone,
   kSome,
-  kAll,  ///< those on NVMe need not be read then
+  kAll,  ///< weights on NVMe need not be read then
 };
 
-/// What a checkpoint replaces of a run.
+/// Parts of a run that a checkpoint replaces.
 struct RunLoad {
   LoadedWeights weights = LoadedWeights::kNone;
-  bool states = false;  ///< of the optimizer
+  bool states = false;  ///< whether the optimizer's states are replaced
 };
 
 }  // namespace castor

@@ -22,18 +22,18 @@
 
 namespace castor {
 
-/// Whether a forward prepares a backward (and is traced) or only computes.
+/// Kind of a forward: one that prepares a backward (and is traced), or one that only computes.
 enum class PassMode : std::uint8_t { kTraining, kInference };
 
-/// How a gradient came to its payload: bytes that went from the device to the host, and when, by
-/// the runtime's clock. Nothing was copied where bytes are 0.
+/// Copy of a gradient to its payload: bytes that went from the device to the host, and when, by the
+/// runtime's clock. Nothing was copied where bytes are 0.
 struct GradientCopy {
   std::uint64_t bytes = 0;
   std::uint64_t start_ns = 0;
   std::uint64_t end_ns = 0;
 };
 
-/// Counters since construction, and what is promoted now.
+/// Counters since construction, and the chunks that are promoted now.
 struct RuntimeCounts {
   std::uint64_t steps = 0;
   std::uint64_t demand_fetches = 0;
@@ -41,17 +41,17 @@ struct RuntimeCounts {
   std::uint64_t pressure_evictions = 0;  ///< by an allocation that did not fit
   std::uint64_t divergent_steps = 0;
   std::uint64_t plans = 0;
-  std::uint64_t resident_chunks = 0;  ///< now: wholly on the device by promotion
+  std::uint64_t resident_chunks = 0;  ///< now: fully on the device by promotion
   std::uint64_t resident_bytes = 0;   ///< device bytes that they take
 };
 
-/// Follows a training step moment by moment and keeps what it needs on the device: traces the first
-/// step, plans from the trace, then runs the plan. A step that leaves the plan runs on demand, is
-/// counted, and becomes the plan when it repeats. Inference has a plan of its own, made of what it
-/// did last (InferencePlan); neither changes the other's.
+/// Runtime of one model: follows a training step event by event and keeps on the device what the
+/// step needs. It traces the first step, plans from the trace, then runs the plan. A step that
+/// leaves the plan runs on demand, is counted, and becomes the plan when it repeats. Inference has
+/// a plan of its own, made of its last round (InferencePlan); neither plan changes the other.
 ///
-/// With others in its group it shares the device budget (docs/design/0038): what it needs room for
-/// makes chunks of theirs leave first, and its plans leave room for what of theirs stays.
+/// The runtimes of a group share the device budget (docs/design/0038). Where one needs room, chunks
+/// of the others leave first, and its plans leave room for the bytes of the others that stay.
 ///
 /// Thread-safe: one mutex, the group's, taken by every member function after NonModelMemory's.
 /// Callers must not allocate non-model memory while inside. One C++ call per module event, O(own
@@ -61,52 +61,56 @@ class Runtime final : public Reclaimer {
   using Clock = TimelineRecorder::Clock;
 
   /// Throws OutOfMemory naming the module whose chunks alone exceed the device budget, and
-  /// InvalidArgument for options out of range. `group`: of those that take from the same device
-  /// budget; nullptr: it is alone.
+  /// InvalidArgument for options out of range. `group` has the runtimes that take from the same
+  /// device budget; nullptr: this one is alone.
   Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel, RuntimeOptions options,
           Clock clock, std::shared_ptr<RuntimeGroup> group = nullptr);
   ~Runtime() override;
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
 
-  /// Before a module's forward: its chunks are resident, pinned and bound on return.
-  /// `mode` counts at the outermost module. Module 0 is the model: entering it releases whatever an
-  /// interrupted pass left entered. Throws OutOfMemory.
+  /// Enters a module before its forward: its chunks are resident, pinned and bound on return.
+  /// `mode` counts at the outermost module. Module 0 is the model: entering it releases the modules
+  /// that an interrupted pass left entered. Throws OutOfMemory.
   void enter(ModuleId module, PassMode mode);
-  /// After a module's forward, or when it failed: releases it and whatever it left entered.
+  /// Exits a module after its forward, or when the forward failed: releases it and the modules
+  /// within it that are still entered.
   void exit(ModuleId module);
-  /// At the first gradient of a module's outputs. Releases the module entered before it in
-  /// backward.
+  /// Enters a module's backward, at the first gradient of its outputs. Releases the module entered
+  /// before it in backward.
   void enter_backward(ModuleId module);
-  /// A parameter's gradient is complete in its chunk's payload, or on its way there. Returns
-  /// whether those of the whole chunk are now.
+  /// Notes that a parameter's gradient is complete in its chunk's payload, or on its way there.
+  /// Returns whether all gradients of the chunk are now.
   bool grad_ready(ParamId param, const GradientCopy& copy = {});
-  /// Holds the chunk for an operator of `stream` if what that uses of it, parameters or gradients,
-  /// is in device memory now. Given back by unpin on the same thread.
+  /// Pins the chunk for an operator of `stream` if the payload that it uses, parameters or
+  /// gradients, is in device memory now. Given back by unpin on the same thread.
   [[nodiscard]] std::optional<Pin> hold(ChunkId chunk, StreamId stream = {},
                                         PayloadKind used = PayloadKind::kParam);
   void unpin(std::vector<Pin>& pins) noexcept;
-  /// Sends a chunk home whose gradients are complete, user writes with it, so that it can be
-  /// updated while backward goes on. False, and nothing happened, while a module under way pins it.
+  /// Sends a chunk whose gradients are complete to its host storage, with user writes, so that it
+  /// can be updated while backward goes on. Returns false, and changes nothing, while the chunk is
+  /// pinned.
   [[nodiscard]] bool retire(ChunkId chunk);
-  /// Ends forward and backward: every chunk goes home, user writes with it. Parameters may be read
-  /// and written freely until the next enter. Idempotent.
+  /// Ends forward and backward: every chunk goes to its host storage, with user writes. Parameters
+  /// may be read and written freely until the next enter. Idempotent.
   void send_home();
-  /// As send_home, at the beginning of the optimizer's update.
+  /// Same as send_home, but at the beginning of the optimizer's update, which the timeline notes.
   void begin_update();
-  /// Ends the step after the optimizer updated the home copies: closes the trace and plans.
+  /// Ends the step after the optimizer updated the host copies: closes the trace and plans.
   void finish_step();
-  /// Whether place() has something to decide: the first step by plan is over, or the plan changed.
+  /// Returns whether place() has something to decide: the first step by plan is over, or the plan
+  /// changed.
   [[nodiscard]] bool placement_due() const;
-  /// Between steps: promotes what had better live on the device (choose_promotions) of
-  /// `candidates`, one entry per chunk, and plans again where that changes anything. Promoted
-  /// chunks that memory is needed for later give way by themselves. No update may be pending, nor a
-  /// gradient be on its way. Rethrows a copy's failure; what moved before stays there.
+  /// Promotes, between steps, the `candidates` (one entry per chunk) that choose_promotions picks,
+  /// and plans again where that changes anything. Chunks that were promoted and are not picked
+  /// again are demoted. Promoted chunks give way by themselves when memory is needed later.
+  /// Requires that no update is pending and no gradient is on its way. Rethrows a copy's failure;
+  /// chunks that moved before it stay there.
   void place(const std::vector<bool>& candidates);
 
-  /// Before another model joins the group: of all models in it everything leaves that may.
+  /// Makes everything leave that may, of all models in the group, before another model joins it.
   static void make_way(RuntimeGroup& group);
-  /// Device bytes of the other models that stay while this one works: what lives on the device,
+  /// Returns the device bytes of the other models that stay while this one works: resident chunks,
   /// activations, chunks in use.
   [[nodiscard]] std::size_t bytes_of_others() const;
 
@@ -114,19 +118,19 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] bool evict_refused(std::size_t bytes) override;
 
   /// Plans from a trace recorded earlier, so that no warm-up step is needed. Throws UsageError in
-  /// the middle of a step and InvalidArgument for another model's trace; nothing changes then.
+  /// the middle of a step and InvalidArgument for another model's trace; nothing has changed then.
   void load_trace(Trace trace);
   [[nodiscard]] std::optional<Trace> trace() const;
   [[nodiscard]] std::optional<Prediction> prediction() const;
   [[nodiscard]] RuntimeCounts counts() const;
-  /// Moments of the step under way so far.
+  /// Returns the number of events of the step under way so far.
   [[nodiscard]] std::size_t num_moments() const;
-  /// Of the last finished training step; without events before there is one.
+  /// Returns the timeline of the last finished training step; it has no events before there is one.
   [[nodiscard]] Timeline timeline() const;
   [[nodiscard]] std::size_t step_peak_device_bytes() const;
   [[nodiscard]] TransferCounts transfers() const;
   [[nodiscard]] std::uint64_t clock_ns() const { return clock_(); }
-  /// Whether no module is entered.
+  /// Returns whether no module is entered.
   [[nodiscard]] bool idle() const;
 
  private:
@@ -151,14 +155,14 @@ class Runtime final : public Reclaimer {
   void await_operators(MutexLock& lock) CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool evict_more(std::size_t bytes) CASTOR_REQUIRES(mutex_);
   void reclaim_here(std::size_t bytes) CASTOR_REQUIRES(mutex_);
-  /// As ChunkManager's, after slots of others have left.
+  /// Same as ChunkManager::make_room, but slots of other models leave first.
   bool make_room(std::size_t bytes, std::size_t cap_bytes, std::uint64_t horizon = 0)
       CASTOR_REQUIRES(mutex_);
-  /// A promoted chunk of another model, or of this one.
+  /// Demotes a promoted chunk of another model, or of this one. Returns false when there is none.
   bool demote_one() CASTOR_REQUIRES(mutex_);
   void give_way(std::size_t bytes) CASTOR_REQUIRES(mutex_);
   void used_by_this_thread() CASTOR_REQUIRES(mutex_);
-  /// Whether its chunks may leave for another model of the calling thread's.
+  /// Returns whether this model's chunks may leave for another model of the calling thread.
   [[nodiscard]] bool yields() const CASTOR_REQUIRES(mutex_);
   template <typename Visit>
   void for_each_other(Visit&& visit) const CASTOR_NOT_ANALYZED {
@@ -201,7 +205,7 @@ class Runtime final : public Reclaimer {
   ChunkManager& manager_ CASTOR_GUARDED_BY(mutex_);
   const ChunkLayout& layout_;
   const std::shared_ptr<NonModelMemory> nonmodel_;
-  Peaks::Window nonmodel_peaks_ CASTOR_GUARDED_BY(mutex_);   // between moments of a step
+  Peaks::Window nonmodel_peaks_ CASTOR_GUARDED_BY(mutex_);   // between events of a step
   Peaks::Window inference_peaks_ CASTOR_GUARDED_BY(mutex_);  // of a pass
   const RuntimeOptions options_;
   const Clock clock_;
@@ -216,7 +220,7 @@ class Runtime final : public Reclaimer {
   const void* thread_ CASTOR_GUARDED_BY(mutex_) = nullptr;  // that runs the model
   std::uint64_t use_counter_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::size_t fixed_device_bytes_ = 0;
-  // Of others: at the last moment, the most in this step, and the most that plans know of.
+  // Bytes that others keep: at the last event, the most in this step, the most that plans know of.
   std::size_t others_now_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::size_t others_peak_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::size_t others_planned_ CASTOR_GUARDED_BY(mutex_) = 0;
@@ -231,12 +235,12 @@ class Runtime final : public Reclaimer {
   bool pressed_ CASTOR_GUARDED_BY(mutex_) = false;  // an allocation of this step did not fit
   std::uint64_t demotions_at_step_start_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::optional<std::uint64_t> last_divergent_ CASTOR_GUARDED_BY(mutex_);  // signature
-  // What place() is to decide from.
+  // The trace that place() is to decide from.
   std::optional<Trace> placement_trace_ CASTOR_GUARDED_BY(mutex_);
   bool placed_ CASTOR_GUARDED_BY(mutex_) = false;  // since the first plan
   InferencePlan inference_ CASTOR_GUARDED_BY(mutex_){layout_};
   std::vector<ChunkId> ahead_ CASTOR_GUARDED_BY(mutex_);  // of inference: fetched, not used yet
-  std::uint64_t evictions_seen_ CASTOR_GUARDED_BY(mutex_) = 0;  // when it last looked ahead
+  std::uint64_t evictions_seen_ CASTOR_GUARDED_BY(mutex_) = 0;  // when inference last looked ahead
   RuntimeCounts counts_ CASTOR_GUARDED_BY(mutex_);
 };
 

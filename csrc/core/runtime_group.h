@@ -9,9 +9,10 @@ namespace castor {
 
 class Runtime;
 
-/// The runtimes of the models that take from one device budget. They share one mutex: to make room
-/// for one, chunks of the others leave, and no lock of theirs is waited for under its own. Owned by
-/// them together; a runtime joins when it is made and leaves before it goes.
+/// Runtimes of the models that take from one device budget. They share one mutex: to make room for
+/// one model, chunks of the others leave, and no runtime waits for a lock of another one under its
+/// own. Owned by the runtimes together; a runtime joins when it is made and leaves before it is
+/// destroyed.
 class RuntimeGroup {
  public:
   RuntimeGroup() = default;
@@ -20,17 +21,17 @@ class RuntimeGroup {
 
   [[nodiscard]] Mutex& mutex() noexcept { return mutex_; }
 
-  // With the mutex held.
+  // The functions below are called with the mutex held.
   void join(Runtime* runtime) { members_.push_back(runtime); }
   void leave(Runtime* runtime) { std::erase(members_, runtime); }
-  /// A module of it is entered.
+  /// Notes that a module of the runtime is entered.
   void used(Runtime* runtime) {
     if (members_.back() != runtime) {
       leave(runtime);
       members_.push_back(runtime);
     }
   }
-  /// The one used last comes last.
+  /// Returns the members; the one used last comes last.
   [[nodiscard]] const std::vector<Runtime*>& members() const noexcept { return members_; }
 
  private:

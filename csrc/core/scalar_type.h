@@ -6,8 +6,8 @@
 
 namespace castor {
 
-/// Element types a chunk can hold. kUInt8 is bytes that a layer packs numbers into by itself: they
-/// are frozen, and nothing here computes with them.
+/// Element type of a chunk. kUInt8: bytes that a layer packs numbers into by itself. Such
+/// parameters are frozen, and nothing here computes with them.
 enum class ScalarType : std::uint8_t { kFloat32, kBFloat16, kFloat16, kUInt8 };
 
 [[nodiscard]] constexpr std::size_t size_of(ScalarType type) noexcept {

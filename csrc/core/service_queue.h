@@ -4,12 +4,13 @@
 
 namespace castor {
 
-/// A simulated resource: serves one job at a time, in order of submission. Seconds and bytes.
+/// Simulated resource that serves one job at a time, in order of submission. Units are seconds and
+/// bytes.
 class ServiceQueue {
  public:
   explicit ServiceQueue(double bytes_per_second) : bytes_per_second_(bytes_per_second) {}
 
-  /// Submits at `now`; returns when the job is done.
+  /// Submits a job of `bytes` at `now`; returns the time when the job is done.
   double serve(double now, double bytes) {
     const double seconds = bytes / bytes_per_second_;
     busy_ += seconds;

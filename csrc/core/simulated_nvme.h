@@ -14,43 +14,47 @@
 
 namespace castor {
 
-/// NVMe in a simulated step: what lies there, what has been read ahead, and when a transfer is
-/// over. Reads and writes share one queue. Times are seconds. `now` is when the transfer could
-/// begin.
+/// NVMe in a simulated step: the payloads that lie there, those that have been read ahead, and the
+/// times when transfers are over. Reads and writes share one queue. Times are seconds. `now` is the
+/// time when the transfer could begin.
 ///
-/// A payload is read each time somebody needs it: what is still in a window counts as gone.
+/// A payload is read each time somebody needs it: bytes that are still in a window count as gone.
 class SimulatedNvme {
  public:
-  /// All outlive this. Throws InvalidArgument where the entries are not those of the chunks, where
-  /// something is stored and `bytes_per_second` is 0, or weights are and `max_held` is.
+  /// Begins with nothing read. All arguments outlive this. Throws InvalidArgument where the entries
+  /// are not those of the chunks, where something is stored and `bytes_per_second` is 0, or where
+  /// weights are stored and `max_held` is 0.
   SimulatedNvme(const ChunkLayout& layout, std::span<const Placement> placements,
                 const OptimizerCost& optimizer, const StoredPayloads& stored,
                 double bytes_per_second);
 
   [[nodiscard]] bool stores_states(ChunkId chunk) const { return has(stored_.states, chunk); }
   [[nodiscard]] bool stores_weights(ChunkId chunk) const { return has(stored_.weights, chunk); }
-  /// Of the chunk's payloads, those that lie here.
+  /// Returns the bytes of the chunk's payloads that lie on NVMe.
   [[nodiscard]] std::uint64_t stored_bytes(ChunkId chunk) const;
 
-  /// When the chunk's parameters are in host memory, from where a copy to the device takes them
-  /// until end_fetch(). 0 for chunks that are always there.
+  /// Returns when the chunk's parameters are in host memory, from where a copy to the device takes
+  /// them until end_fetch(). Returns 0 for chunks that are always there.
   double begin_fetch(ChunkId chunk, double now);
-  /// The copy is over, or its target was given up.
+  /// Ends the fetch: its copy is over, or the target was given up.
   void end_fetch(ChunkId chunk);
-  /// As ChunkManager::fetch_blocks: who fetches ahead of a use would wait for NVMe.
+  /// Returns whether a fetch ahead of a use would wait for NVMe, as ChunkManager::fetch_blocks
+  /// does.
   [[nodiscard]] bool fetch_blocks(ChunkId chunk, CopyMode parameter_copies) const;
-  /// As Runtime::announce_homes: what the accesses from `first` on need next, and the device
-  /// lacks. To be read ahead, in this order.
+  /// Returns the chunks to read ahead, in order: those that the accesses from `first` on need next
+  /// and the device lacks. Decides as Runtime::announce_homes does.
   [[nodiscard]] std::vector<ChunkId> announced(const Plan& plan, std::size_t first,
                                                const Residency& residency) const;
-  /// Reads the chunk's parameters, unless they have been since the last fetch; returns when they
-  /// are in memory.
+  /// Reads the chunk's parameters, unless they have been read since the last fetch; returns when
+  /// they are in memory.
   double read_ahead(ChunkId chunk, double now);
 
   void write_gradients(ChunkId chunk, double now);
-  /// For the norm. `now` where they are in memory.
+  /// Reads the chunk's gradients for the norm; returns when that is done, or `now` where they are
+  /// in memory.
   double read_gradients(ChunkId chunk, double now);
-  /// When what the chunk's update reads and writes here is done; `now` where that is nothing.
+  /// Reads and writes for the chunk's update; returns when that is done, or `now` where nothing of
+  /// it lies here.
   double update(ChunkId chunk, double now);
 
   [[nodiscard]] double free_at() const noexcept { return queue_.free_at(); }
@@ -59,7 +63,7 @@ class SimulatedNvme {
  private:
   struct Home {
     bool in_memory = false;  // read, and not fetched since
-    double read = 0.0;       // then: when
+    double read = 0.0;       // when that read is over
     bool held = false;       // a fetch is under way
   };
 

@@ -5,10 +5,10 @@
 
 namespace castor {
 
-/// What a parameter is doing. Gradients have a payload of their own, so a parameter may leave the
-/// device while its gradient waits (kReadyForReduce).
+/// State of a parameter. Gradients have a payload of their own, so a parameter may leave the device
+/// while its gradient waits (kReadyForReduce).
 enum class TensorState : std::uint8_t {
-  kFree,               ///< no device copy: reads go to the home copy
+  kFree,               ///< no device copy: reads go to the host copy
   kHold,               ///< device copy present, nobody computes on it
   kCompute,            ///< an operator of a running module may read it
   kHoldAfterBackward,  ///< its module's backward was left, its gradient has not arrived
@@ -28,7 +28,8 @@ inline constexpr int kNumTensorStates = 5;
   return "unknown";
 }
 
-/// The one transition table. Rows are the state left, columns the state entered, in enum order.
+/// Returns whether the one transition table has this edge. Rows are the state left, columns the
+/// state entered, in enum order.
 ///   FREE -> HOLD on fetch; HOLD, HOLD_AFTER_BACKWARD -> FREE on eviction
 ///   HOLD, HOLD_AFTER_BACKWARD -> COMPUTE on enter; COMPUTE -> HOLD on forward exit
 ///   COMPUTE -> HOLD_AFTER_BACKWARD when backward moves on to another module

@@ -4,7 +4,7 @@
 
 namespace castor {
 
-/// Where bytes live. On a machine without a GPU the device is a budgeted arena in host memory.
+/// Tier of memory. On a machine without a GPU the device is a budgeted arena in host memory.
 enum class TierKind { kDevice, kHost, kNvme };
 
 [[nodiscard]] constexpr std::string_view to_string(TierKind tier) noexcept {

@@ -1,6 +1,7 @@
 #pragma once
 
-// Internal to csrc/cuda: which elements of which segment a thread block updates. Plain C++ besides.
+// Internal to csrc/cuda: tells which elements of which segment a thread block updates. Contains
+// nothing but plain C++.
 
 #include <cstddef>
 #include <cstdint>
@@ -18,18 +19,18 @@ namespace castor::cuda {
 inline constexpr unsigned kAdamThreads = 256;
 /// Elements whose loads a thread has under way at once.
 inline constexpr unsigned kAdamUnroll = 4;
-/// Elements a thread block updates of a segment whose elements are independent.
+/// Elements of a segment that a thread block updates, where the elements are independent.
 inline constexpr std::size_t kAdamTile = std::size_t{kAdamThreads} * kAdamUnroll;
 
-/// Segments of one launch: with the tables they fit the 4 KiB that every device takes as kernel
+/// Segments of one launch. With the tables they fit the 4 KiB that every device takes as kernel
 /// parameters, so that no descriptor is ever copied to the device by itself.
 inline constexpr std::size_t kBatchSegments = 24;
 
-/// What one launch updates. Segments are cut into tiles of equal size (the last is shorter), and
-/// thread block b updates tile b.
+/// Segments that one launch updates. They are cut into tiles of equal size (the last is shorter),
+/// and thread block b updates tile b.
 struct AdamBatch {
   AdamSegment segments[kBatchSegments];
-  std::uint32_t first_tile[kBatchSegments];  ///< of segment s; the tiles before it
+  std::uint32_t first_tile[kBatchSegments];  ///< number of tiles before segment s
   std::uint32_t num_segments;
   std::uint32_t num_tiles;
 
@@ -50,7 +51,7 @@ struct AdamBatch {
 static_assert(std::is_trivially_copyable_v<AdamBatch>, "kernel parameters are copied as bytes");
 static_assert(sizeof(AdamBatch) <= 4096 - 64, "a kernel takes 4 KiB of parameters at least");
 
-/// Every place holds `filler`: AdamSegment has no default.
+/// Returns a batch of no segments, with `filler` in every place: AdamSegment has no default.
 template <std::size_t... i>
 AdamBatch empty_batch(const AdamSegment& filler, std::index_sequence<i...>) {
   return {.segments = {(static_cast<void>(i), filler)...},
@@ -59,7 +60,7 @@ AdamBatch empty_batch(const AdamSegment& filler, std::index_sequence<i...>) {
           .num_tiles = 0};
 }
 
-/// The batches that cover `segments`, in order. Segments of no elements are left out.
+/// Returns the batches that cover `segments`, in order. Segments of no elements are left out.
 /// REQUIRES that no segment has 2^31 tiles or more.
 [[nodiscard]] inline std::vector<AdamBatch> make_batches(std::span<const AdamSegment> segments,
                                                          std::size_t tile_elements) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// Internal to csrc/cuda. What the threads of the Adam kernels do, as plain C++ besides: without a
-// GPU, tests run these bodies index by index against the CPU loops.
+// Internal to csrc/cuda. The work of a thread of the Adam kernels, in plain C++: without a GPU,
+// tests run these bodies index by index against the CPU loops.
 
 #include <bit>
 #include <cstddef>
@@ -18,10 +18,10 @@
 
 namespace castor::cuda {
 
-// load() and store() are apart so that a thread has the loads of several elements under way: the
+// load() and store() are separate so that a thread has the loads of several elements under way. The
 // compiler may not move a load over a store that could alias it.
 
-/// One element of a segment in kFp32.
+/// Update of one element of a segment in kFp32.
 template <ScalarType type, WeightDecayMode mode>
 struct Fp32Body {
   using Codec = ScalarCodec<type>;
@@ -67,7 +67,8 @@ struct Fp32Body {
   }
 };
 
-/// One element of a segment in kSplit (detail::Fp32Moments) or kSplitBf16 (detail::Bf16Moments).
+/// Update of one element of a segment in kSplit (detail::Fp32Moments) or kSplitBf16
+/// (detail::Bf16Moments).
 template <typename Moments, WeightDecayMode mode>
 struct SplitBody {
   using Moment = typename Moments::Storage;
@@ -105,8 +106,8 @@ struct SplitBody {
   }
 };
 
-/// One element of a segment in kSplitInt8, whose moments share scales with the rest of its block of
-/// kMomentBlock elements: all of a block are updated before its scales are known.
+/// Update of one element of a segment in kSplitInt8. Its moments share scales with the rest of its
+/// block of kMomentBlock elements: all of a block are updated before its scales are known.
 template <WeightDecayMode mode>
 struct BlockBody {
   struct Moments {
@@ -114,13 +115,13 @@ struct BlockBody {
     float exp_avg_sq;
   };
 
-  /// Bits of magnitudes, of which a block's largest make its scales.
+  /// Bits of magnitudes; the largest of a block make its scales.
   struct Magnitudes {
     std::uint32_t exp_avg;
     std::uint32_t exp_avg_sq;
   };
 
-  /// Writes parameter and remainder, and gives the new moments.
+  /// Writes parameter and remainder, and returns the new moments.
   CASTOR_ELEMENTWISE static Moments update(const AdamSegment& segment, std::size_t i) noexcept {
     auto* const param = static_cast<std::uint16_t*>(segment.param);
     const MomentScales scales = segment.scales[i / kMomentBlock];

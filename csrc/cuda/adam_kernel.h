@@ -8,14 +8,15 @@
 
 namespace castor::cuda {
 
-/// adam_update() on the device: enqueues one Adam step of each segment on `stream` and returns. All
-/// arrays are readable and writable by the device of `stream`; they may be used again by what
-/// follows on `stream`. No two may overlap.
+/// Enqueues one Adam step of each segment on `stream` and returns: adam_update() on the device. All
+/// arrays are readable and writable by the device of `stream`, and no two may overlap. Work that
+/// follows on `stream` may use the arrays again.
 ///
-/// The bits are those of adam_update(), so that a chunk may change sides between steps. Two
-/// exceptions: a NaN is only known to be one, and a product or quotient that lies less than 2^-150
-/// below the smallest normal number may be flushed to zero on one side and rounded up on the other
-/// (docs/design/0015).
+/// The bits are those of adam_update(), so that a chunk may change sides between steps. There are
+/// two exceptions:
+/// - A NaN is a NaN on both sides, perhaps of different bits.
+/// - A product or quotient that lies less than 2^-150 below the smallest normal number may be
+///   flushed to zero on one side and rounded up on the other (docs/design/0015).
 ///
 /// Throws InvalidArgument as adam_update() does, before anything is enqueued; CudaError when a
 /// launch is refused.

@@ -6,8 +6,8 @@
 
 namespace castor::cuda {
 
-/// CUDA events without timing, kept for reuse. Owned, and guarded, by whoever uses it, with the
-/// device current that the events belong to.
+/// Pool of CUDA events without timing, kept for reuse. Whoever uses the pool owns and guards it,
+/// and calls it with the device current that the events belong to.
 class EventPool {
  public:
   EventPool() = default;
@@ -15,13 +15,13 @@ class EventPool {
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
-  /// Throws CudaError.
+  /// Returns an event that is not in use. Throws CudaError.
   [[nodiscard]] cudaEvent_t take();
-  /// An event may come back while streams still wait for it: what they wait for is what it stood
-  /// for when they were told to.
+  /// Takes an event back. Streams may still wait for it: they wait for what it stood for when they
+  /// were told to.
   void give_back(cudaEvent_t event) noexcept { free_.push_back(event); }
 
-  /// Destroys all of them, those taken included.
+  /// Destroys all events, those taken included.
   void clear() noexcept;
 
  private:

@@ -8,8 +8,9 @@
 
 namespace castor::cuda {
 
-/// Enqueues a kernel. Throws CudaError, which names `what`. Not <<<>>>: its error comes from
-/// cudaGetLastError, which would also report, and clear, what other code left there.
+/// Enqueues a kernel. Throws CudaError, which names `what`. Does not use <<<>>>: its error comes
+/// from cudaGetLastError, which would also report, and clear, the errors that other code left
+/// there.
 template <typename... Parameters, typename... Arguments>
 void launch(const char* what, void (*kernel)(Parameters...), unsigned num_blocks,
             unsigned num_threads, cudaStream_t stream, const Arguments&... arguments) {

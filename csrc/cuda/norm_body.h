@@ -1,6 +1,6 @@
 #pragma once
 
-// Internal to csrc/cuda; plain C++ besides.
+// Internal to csrc/cuda; contains nothing but plain C++.
 
 #include <cstddef>
 
@@ -10,8 +10,8 @@
 
 namespace castor::cuda {
 
-/// Sum of squares of one lane of one block of kNormBlock elements (optim/gradient.h), of which a
-/// tensor's last block has fewer.
+/// Sum of squares of one lane of one block of kNormBlock elements (optim/gradient.h). A tensor's
+/// last block has fewer.
 template <ScalarType type>
 struct LaneSquares {
   using Codec = ScalarCodec<type>;

@@ -11,13 +11,13 @@ namespace castor::cuda {
 
 using castor::NormSegment;  // in memory that the device can read
 
-/// Doubles of workspace that square_norms() needs for these segments.
+/// Returns the number of doubles of workspace that square_norms() needs for these segments.
 [[nodiscard]] std::size_t norm_workspace_doubles(std::span<const NormSegment> segments) noexcept;
 
-/// Enqueues on `stream`: sums[i] = sum of squares of segments[i], in double. The bits are those of
-/// copy_and_square_norm() on the CPU, whose order of additions it follows; 0 for no elements.
-/// `sums` (one double a segment) and `workspace` are memory of the device, and stay untouched by
-/// others until the work is done.
+/// Enqueues on `stream`: sums[i] = sum of squares of segments[i], in double; 0 for no elements. The
+/// bits are those of copy_and_square_norm() on the CPU, whose order of additions it follows. `sums`
+/// (one double a segment) and `workspace` are memory of the device, which nobody else touches until
+/// the work is done.
 /// Throws InvalidArgument for a segment with elements and no data; CudaError when a launch is
 /// refused.
 void square_norms(std::span<const NormSegment> segments, double* sums, double* workspace,

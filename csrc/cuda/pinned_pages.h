@@ -13,43 +13,45 @@
 
 namespace castor::cuda {
 
-/// Adaptor: the pages of another source, registered with CUDA. Copies to and from them need no
-/// staging and overlap with computation; kernels of every device read and write them at their host
-/// address (unified virtual addressing). Registered pages are resident at once and never swapped,
-/// so exactly what map() was asked for is registered. On top of a source that binds to a NUMA node:
-/// registering touches the pages.
+/// Adaptor that registers the pages of another source with CUDA. Copies to and from registered
+/// pages need no staging and overlap with computation; kernels of every device read and write them
+/// at their host address (unified virtual addressing). Registered pages are resident at once and
+/// never swapped, so exactly the bytes that map() was asked for are registered. The adaptor belongs
+/// on top of a source that binds to a NUMA node: registering touches the pages.
 ///
-/// Three rules follow from registration. discard() refuses: the device would keep the old physical
-/// pages, and the host see new ones. Forked processes never get the pages: with a child that shares
-/// them the host's next write goes to a copy, and the device keeps the old page (or, in Linux from
-/// 5.12 on, each fork copies all that is registered). A part of what one map() gave cannot be
-/// unregistered: unmap() of a part succeeds, and its pages stay until the rest of them is unmapped
-/// too (held_bytes()).
+/// Three rules follow from registration:
+/// - discard() refuses: the device would keep the old physical pages, and the host see new ones.
+/// - Forked processes never get the pages. With a child that shares them, the host's next write
+///   goes to a copy, and the device keeps the old page. In Linux from 5.12 on, each fork may copy
+///   all registered pages instead.
+/// - A part of what one map() gave cannot be unregistered. unmap() of a part succeeds, and its
+///   pages stay until the rest of them is unmapped too (held_bytes()).
 ///
 /// Registration can be refused: RLIMIT_MEMLOCK, a container, too little free memory. map() then
-/// gives nullptr (errno ENOMEM), and description() has CUDA's reason. Thread-safe.
+/// returns nullptr (errno ENOMEM), and description() has CUDA's reason. Thread-safe.
 class PinnedPages final : public PageSource {
  public:
-  /// `device`: any one; where none is initialised yet, registering initialises this one.
+  /// `device` may be any one: where none is initialised yet, registering initialises this one.
   PinnedPages(std::unique_ptr<PageSource> upstream, int device);
   ~PinnedPages() override;
 
   [[nodiscard]] std::byte* map(std::size_t bytes, std::size_t alignment) noexcept override;
   [[nodiscard]] bool unmap(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] bool discard(std::byte* data, std::size_t bytes) noexcept override;
-  /// Nothing: huge pages have to be asked for before the pages exist, and map() does.
+  /// Does nothing: huge pages have to be asked for before the pages exist, and map() does that.
   void advise_huge(std::byte* data, std::size_t used, std::size_t mapped) noexcept override;
-  /// Nothing: registered pages are.
+  /// Does nothing: registered pages are resident.
   void make_resident(std::byte* data, std::size_t bytes) noexcept override;
-  /// Nothing: map() withholds them.
+  /// Does nothing: map() withholds the pages.
   void withhold_from_children(std::byte* data, std::size_t bytes) noexcept override;
-  /// Nothing: they stay withheld as long as they are registered.
+  /// Does nothing: the pages stay withheld as long as they are registered.
   void share_with_children(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] std::string description() const override;
 
-  /// Registered now.
+  /// Returns the bytes that are registered now.
   [[nodiscard]] std::size_t registered_bytes() const;
-  /// Of those: unmapped, and waiting for the rest of what was registered with them.
+  /// Returns those of the registered bytes that are unmapped and wait for the rest of what was
+  /// registered with them.
   [[nodiscard]] std::size_t held_bytes() const;
 
  private:

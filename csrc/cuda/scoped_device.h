@@ -6,8 +6,8 @@
 
 namespace castor::cuda {
 
-/// While it lives, `device` is this thread's current CUDA device; the one before comes back with
-/// its destructor. Events and streams are made on, and used with, the device they belong to.
+/// Scope in which `device` is this thread's current CUDA device; its destructor brings the one
+/// before back. Events and streams are made on, and used with, the device they belong to.
 class ScopedDevice {
  public:
   /// Throws CudaError, without changing anything, if there is no such device.

@@ -9,11 +9,11 @@
 
 namespace castor::cuda {
 
-/// Whether there are kernels for the rule of that name.
+/// Returns whether there are kernels for the rule of that name.
 [[nodiscard]] bool has_kernels(std::string_view rule) noexcept;
 
-/// UpdateRule::update() on the device, with its bits: enqueues one step of each segment on `stream`
-/// and returns. All arrays are readable and writable by the device of `stream`. Throws
+/// Enqueues one step of each segment on `stream` and returns: UpdateRule::update() on the device,
+/// with its bits. All arrays are readable and writable by the device of `stream`. Throws
 /// InvalidArgument for a rule without kernels, and as the rule does; CudaError.
 void update(const UpdateRule& rule, std::span<const UpdateSegment> segments, cudaStream_t stream);
 

@@ -13,27 +13,33 @@
 
 namespace castor {
 
-/// Makes gradients the mean of those of all ranks of several machines, in the memory that each
-/// machine's ranks have in common. Sums in fp32 go from one machine to the next, each adds what its
-/// ranks have, and the mean goes from the last to all: added up in the order of all ranks, rounded
-/// once. It goes by pieces, so that machines are busy with different ones; of each a rank has a
-/// part, as its peers do. Of elements of 4 bytes as many cross as in a reduce-scatter and a
-/// gather between machines, of 2 bytes half as many again.
+/// Averages gradients over all ranks of several machines, in the memory that each machine's ranks
+/// have in common.
+///
+/// Sums in fp32 go from one machine to the next, and each machine adds the gradients of its ranks.
+/// The last machine sends the mean to all. So values are added up in the order of all ranks and
+/// rounded once.
+///
+/// The gradients go through in pieces, so that machines are busy with different ones. Of each piece
+/// a rank has a shard, and exchanges it with the ranks of the same place on other machines. For
+/// elements of 4 bytes, as many bytes cross between machines as in a reduce-scatter and an
+/// all-gather; for elements of 2 bytes, half as many again.
 ///
 /// For one reduction. A call that fails has left the ranks.
 class GradientRelay {
  public:
-  /// `gradients`: this rank's; `common`: where their mean goes. Whole elements for each rank.
-  /// `window`: of window_bytes. All outlive this.
+  /// Prepares the reduction. `gradients` are this rank's, whole elements for each rank; `common` is
+  /// where their mean goes. `window` is of window_bytes. All outlive this.
   GradientRelay(Collectives& ranks, std::span<const std::byte> gradients, std::byte* common,
                 ScalarType type, Executor& executor, std::span<std::byte> window,
                 RankFigures& figures);
 
-  /// For pieces of so many bytes.
+  /// Returns the bytes of the window for pieces of `piece` bytes.
   [[nodiscard]] static std::size_t window_bytes(std::size_t piece, Collectives& ranks);
 
-  /// Every rank of a machine has sent what it has, and the mean of this rank's parts is in common
-  /// memory; when the others' are, all of it is.
+  /// Runs the reduction. When it returns, every rank of this machine has sent its gradients, and
+  /// the mean of this rank's shards is in common memory. The mean is complete when the other ranks
+  /// of the machine have returned too.
   void run();
 
  private:
@@ -57,7 +63,8 @@ class GradientRelay {
   const std::size_t piece_bytes_;
   const std::size_t num_pieces_;
   std::array<PendingMessage, kSums> sums_sent_;
-  std::vector<PendingMessage> means_;  // per piece, from the machine that has it before
+  // Messages per piece, from the machine that has the mean before this one.
+  std::vector<PendingMessage> means_;
   std::vector<PendingMessage> means_sent_;
 };
 

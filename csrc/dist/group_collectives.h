@@ -15,13 +15,13 @@
 
 namespace castor {
 
-/// Collectives of a process group that torch.distributed has made, over host memory: of its backend
-/// for the CPU, gloo. May be made and called with or without Python's lock, which must not be held
-/// where others need it to arrive.
+/// Collectives over host memory of a process group that torch.distributed has made. They use the
+/// group's backend for the CPU, gloo. May be made and called with or without Python's lock, which
+/// must not be held where others need it to arrive.
 class GroupCollectives final : public Collectives {
  public:
-  /// By its name in torch.distributed; `waits`: where it says that it waits. Throws UsageError
-  /// where there is no such group, or no such backend.
+  /// Takes the group by its name in torch.distributed. `waits` records where this rank waits.
+  /// Throws UsageError where there is no such group, or no such backend.
   GroupCollectives(const std::string& group, std::shared_ptr<RankWaits> waits);
 
   [[nodiscard]] std::size_t rank() const noexcept override;
@@ -30,12 +30,13 @@ class GroupCollectives final : public Collectives {
   void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override;
   void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override;
   void ring_shift(std::span<const std::byte> sent, std::span<std::byte> received) override;
-  /// `values` of rank 0 become every rank's.
+  /// Copies `values` of rank 0 to every rank.
   void broadcast(std::span<std::byte> values);
-  /// gloo has no way to break a connection but to end: others hear of it then, or at their timeout.
+  /// Leaves the group. gloo can break a connection only by ending: other ranks hear of it then, or
+  /// at their timeout.
   void leave() noexcept override { left_ = true; }
   void set_place(std::string place) override { place_->set(std::move(place)); }
-  /// Also of what else waits for the same ranks.
+  /// Returns how this group waits, for other objects that wait for the same ranks.
   [[nodiscard]] RankPatience patience() const;
 
  private:

@@ -17,11 +17,12 @@
 
 namespace castor {
 
-/// Messages over a process group that torch.distributed has made, of its backend for the CPU, gloo.
-/// May be used with or without Python's lock, which must not be held where it waits.
+/// Messages over a process group that torch.distributed has made, through the group's backend for
+/// the CPU, gloo. May be used with or without Python's lock, which must not be held where it waits.
 class GroupMessages final : public RankMessages {
  public:
-  /// As GroupCollectives. The group is for nothing else. `place`: of who waits for a message.
+  /// Takes the group by its name, like GroupCollectives, and throws the same. The group is used for
+  /// nothing else. `place` is that of the threads that wait for a message.
   GroupMessages(const std::string& group, std::shared_ptr<RankPlace> place);
 
   [[nodiscard]] std::size_t rank() const noexcept override;
@@ -37,7 +38,7 @@ class GroupMessages final : public RankMessages {
  private:
   const c10::intrusive_ptr<c10d::Backend> backend_;
   const std::shared_ptr<RankPlace> place_;
-  Mutex mutex_;  // gloo counts what is begun without one
+  Mutex mutex_;  // gloo counts begun operations without a lock of its own
   c10::intrusive_ptr<c10d::Work> any_ CASTOR_GUARDED_BY(mutex_);
   bool stopped_ CASTOR_GUARDED_BY(mutex_) = false;
 };

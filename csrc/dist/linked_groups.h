@@ -11,16 +11,20 @@
 
 namespace castor {
 
-/// Collectives of some process groups of one set of ranks, and what they go through.
+/// Collectives of some process groups of one set of ranks, and a description of their link.
 struct LinkedGroups {
   std::vector<std::shared_ptr<Collectives>> groups;  ///< in the order of their names
-  std::string link;                                  ///< for reports: and why not memory
+  /// Text for reports; says why the link is not memory, where it is not.
+  std::string link;
 };
 
-/// Of process groups that torch.distributed has made, by name, at least one: through memory of
-/// their machines where that can be, all of them (Collectives::node), else over the groups. `mark`:
-/// only ranks that give the same share memory; nullopt: none do. `waits`: as GroupCollectives.
-/// Every rank calls it. Throws UsageError as GroupCollectives, Error where another rank is gone.
+/// Makes collectives of process groups that torch.distributed has made. They are given by name, and
+/// there is at least one. All of them go through memory of their machines where that is possible
+/// (Collectives::node), else over the groups.
+///
+/// Only ranks that give the same `mark` share memory; with nullopt none do. `waits` has the meaning
+/// that it has for GroupCollectives. Every rank calls this. Throws the UsageError of
+/// GroupCollectives, and Error where another rank is gone.
 [[nodiscard]] LinkedGroups link_groups(std::span<const std::string> names,
                                        const std::optional<std::string>& mark,
                                        const std::shared_ptr<RankWaits>& waits);

@@ -11,14 +11,16 @@
 
 namespace castor {
 
-/// Ranks of several machines with as many on each, one machine's behind another's, of which those
-/// of a machine share memory. What a call gathers crosses between ranks of the same place on their
-/// machines, and meets the rest in memory; where that is much, and for what is no gather, all go
-/// over their group. A rank that fails takes its machine's ranks along: they throw at once.
+/// Collectives of ranks on several machines: as many on each, one machine's behind another's. The
+/// ranks of a machine share memory.
+///
+/// A small all-gather crosses between ranks of the same place on their machines, and goes through
+/// memory within a machine. A large all-gather, and every other call, goes over the group of all
+/// ranks. A rank that fails takes its machine's ranks along: they throw at once.
 class NodeCollectives final : public Collectives {
  public:
-  /// `group`: of all; `node`: of this machine's; `messages`: between all, for nothing else. There
-  /// are several machines.
+  /// Takes the collectives `group` of all ranks, those of this machine's ranks as `node`, and
+  /// `messages` between all ranks, which are used for nothing else. There are several machines.
   NodeCollectives(std::shared_ptr<Collectives> group, std::shared_ptr<Collectives> node,
                   std::shared_ptr<RankMessages> messages)
       : group_(std::move(group)), node_(std::move(node)), messages_(std::move(messages)) {}

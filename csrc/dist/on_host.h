@@ -7,19 +7,19 @@
 
 namespace castor {
 
-/// A tensor's bytes in memory of the host, through which ranks exchange it: its own, or a
-/// page-locked copy of what lies on a device, ordered with the calling thread's current stream
-/// there. Borrows the tensor. One thread's.
+/// A tensor's bytes in memory of the host, through which ranks exchange it. They are the tensor's
+/// own, or a page-locked copy of a tensor on a device, ordered with the calling thread's current
+/// stream there. Borrows the tensor. Used by one thread.
 class OnHost {
  public:
-  /// The tensor's values, complete when this returns. Throws InvalidArgument where it is not
-  /// contiguous.
+  /// Returns the tensor's values, complete at the return. Throws InvalidArgument where the tensor
+  /// is not contiguous.
   [[nodiscard]] static OnHost values_of(const at::Tensor& tensor);
-  /// Bytes of what the tensor is about to become; its values are not brought.
+  /// Returns room for the tensor's next values; its present values are not copied.
   [[nodiscard]] static OnHost room_for(const at::Tensor& tensor);
 
   [[nodiscard]] std::span<std::byte> bytes() const;
-  /// The bytes become the tensor's values, for what its stream is given from now on.
+  /// Copies the bytes into the tensor, for all work that its stream is given from now on.
   void send() const;
 
  private:

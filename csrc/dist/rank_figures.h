@@ -6,17 +6,18 @@
 
 namespace castor {
 
-/// What this rank sent to others, and how long it was busy with them. Added to by one thread, read
-/// by any.
+/// Bytes that this rank has sent to others, and the time that it was busy with them. One thread
+/// adds to the figures; any thread reads them.
 class RankFigures {
  public:
   [[nodiscard]] std::uint64_t bytes_sent() const noexcept { return bytes_sent_; }
-  /// Waiting for other ranks included.
+  /// Returns the time, with that of waiting for other ranks.
   [[nodiscard]] std::chrono::nanoseconds time() const noexcept {
     return std::chrono::nanoseconds(nanoseconds_);
   }
 
-  /// Of bytes_sent(), those to ranks of other machines, where ranks of a machine share memory.
+  /// Returns the bytes among bytes_sent() that went to ranks of other machines, where ranks of a
+  /// machine share memory.
   [[nodiscard]] std::uint64_t bytes_crossed() const noexcept { return bytes_crossed_; }
 
   void add_bytes(std::uint64_t bytes) noexcept { bytes_sent_ += bytes; }
@@ -25,7 +26,7 @@ class RankFigures {
     bytes_crossed_ += bytes;
   }
 
-  /// Counts the time that it lives.
+  /// Adds the time that it lives to the figures.
   class Timed {
    public:
     explicit Timed(RankFigures& figures) noexcept : figures_(figures) {}

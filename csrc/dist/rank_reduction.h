@@ -16,21 +16,24 @@
 
 namespace castor {
 
-/// Makes gradients the mean of those that the ranks have, on every rank: each adds up a part of
-/// them, in rank order.
+/// Averages gradients over the ranks, on every rank: each rank adds up a shard of them, in rank
+/// order.
 ///
-/// Where their homes are shared, every rank has its gradients in pages of its own, writes its part
-/// of the mean to the common memory, and forgets those pages when all have: (n-1)/n of the bytes
-/// are sent. Between machines that have homes each, sums in fp32 go from one to the next, each adds
-/// its ranks', and the mean comes back from the last: so the order is that of all ranks. Elsewhere
-/// all gather the parts: twice that; or each keeps its part. One window of memory is needed.
-/// Gradients in memory of a device that the host does not address pass through DeviceStaging.
+/// - Where the ranks share host storage, every rank has its gradients in pages of its own. It
+///   writes its shard of the mean to the common memory, and forgets those pages when all ranks have
+///   written theirs. (n-1)/n of the bytes are sent.
+/// - Between machines with host storage each, sums in fp32 go from one machine to the next, and
+///   each adds its ranks' gradients. The mean comes back from the last (GradientRelay). So the
+///   order is that of all ranks.
+/// - Elsewhere all ranks gather the shards, which sends twice as much; or each rank keeps its shard
+///   (reduce_part).
 ///
-/// Used by one thread at a time.
+/// One window of memory is needed. Gradients in memory of a device that the host does not address
+/// pass through DeviceStaging. Used by one thread at a time.
 class RankReduction {
  public:
-  /// `homes`: nullptr where ranks share none; `window`: of window_bytes; `staging`: of gradients.
-  /// All outlive this.
+  /// Takes `homes`, nullptr where ranks share no host storage; `window`, of window_bytes; and
+  /// `staging` for the gradients. All outlive this.
   RankReduction(Collectives& ranks, const SharedHomes* homes, Executor& executor, Block window,
                 RankFigures& figures, DeviceStaging staging = {})
       : ranks_(ranks),
@@ -40,13 +43,14 @@ class RankReduction {
         figures_(figures),
         staging_(std::move(staging)) {}
 
-  /// For gradients of at most so many bytes at once, of these ranks; `homes`: as above.
+  /// Returns the bytes of the window for gradients of at most `largest` bytes at once, of these
+  /// ranks; `homes` as in the constructor.
   [[nodiscard]] static std::size_t window_bytes(std::size_t largest, Collectives& ranks,
                                                 const SharedHomes* homes);
 
   void reduce(const Payload& gradients, ScalarType type);
-  /// The mean of this rank's part alone goes into `part`, apart from `gradients`: a reduce-scatter,
-  /// (n-1)/n of the bytes.
+  /// Writes the mean of this rank's shard alone into `part`, apart from `gradients`: a
+  /// reduce-scatter, which sends (n-1)/n of the bytes.
   void reduce_part(std::span<const std::byte> gradients, std::span<std::byte> part,
                    ScalarType type);
 

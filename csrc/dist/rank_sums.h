@@ -9,15 +9,16 @@
 
 namespace castor {
 
-/// Makes activations and their gradients the sum of what the ranks of a layer have, on every rank
-/// the same bits: added up in rank order in fp32, rounded once. For a few MiB at a time; what is
-/// larger goes through in windows. One call at a time.
+/// Adds up activations, or their gradients, over the ranks of a layer: an all-reduce that gives
+/// every rank the same bits. Values are added in rank order in fp32 and rounded once. For a few MiB
+/// at a time; larger values go through in windows. One call at a time.
 class RankSums {
  public:
-  /// `ranks` outlives this.
+  /// Takes the ranks, which outlive this.
   explicit RankSums(Collectives& ranks) : ranks_(ranks) {}
 
-  /// `values`: whole elements; only their alignment is needed.
+  /// Replaces `values` by the sum over the ranks. They are whole elements, and need only their
+  /// alignment.
   void sum(std::span<std::byte> values, ScalarType type);
 
  private:

@@ -16,26 +16,28 @@
 
 namespace castor {
 
-/// Of a thread that has waited long for other ranks.
+/// A thread's long wait for other ranks.
 struct LongWait {
   std::size_t rank = 0;
   std::size_t size = 0;
-  std::string place;         ///< what its rank does: "ends backward pass 2 of step 1"
+  std::string place;         ///< activity of its rank: "ends backward pass 2 of step 1"
   std::string awaited;       ///< "rank 1 (process 4711)"
-  std::string last;          ///< the place where all were last; "": that is not known
-  std::uint64_t thread = 0;  ///< as Python numbers it
+  std::string last;          ///< the last place that all ranks had reached; "": unknown
+  std::uint64_t thread = 0;  ///< its number in Python
 };
 
-/// Where the threads of a process wait for other ranks, so that it can say so while they do: nobody
-/// who waits knows whether the others will come. Thread-safe; its mutex is taken before a place's.
+/// Record of the waits of a process's threads for other ranks, so that the process can report a
+/// wait while it lasts. A thread that waits does not know whether the others will come.
+/// Thread-safe; its mutex is taken before a place's.
 class RankWaits {
   struct Entry;
 
  public:
-  /// Called while the thread waits, from the one that looks. nullopt: not to be told of, yet.
+  /// Function that describes a wait. The thread that looks calls it, while the waiting thread
+  /// waits. It returns nullopt for a wait that is not to be reported, yet.
   using Describe = std::function<std::optional<LongWait>()>;
 
-  /// The thread that has begun it waits while this lives.
+  /// The wait of the thread that began it, for as long as this object lives.
   class Wait {
    public:
     Wait(RankWaits& waits, std::list<Entry>::iterator entry) : waits_(&waits), entry_(entry) {}
@@ -51,9 +53,11 @@ class RankWaits {
 
   [[nodiscard]] Wait begin(Describe describe);
 
-  /// Of those that have lasted for `looks` of these calls the first, each once, and none beside one
-  /// that has been told of: threads of a rank wait for the same. Calls, not time: while the process
-  /// is stopped none passes. `served`: threads whose ranks wait while another works for all.
+  /// Returns the first wait that has lasted for `looks` calls of this function. Each wait is
+  /// returned once, and none while another that was returned still lasts: threads of a rank wait
+  /// for the same ranks. The unit is calls and not time, because no call passes while the process
+  /// is stopped. Waits of the threads `served` do not count: their ranks wait while another one
+  /// works for all.
   [[nodiscard]] std::optional<LongWait> look(int looks, std::span<const std::uint64_t> served = {});
 
  private:
@@ -68,20 +72,21 @@ class RankWaits {
   std::list<Entry> entries_ CASTOR_GUARDED_BY(mutex_);
 };
 
-/// What a rank does with the others of a group, to tell of where it waits for them. Thread-safe.
+/// Activity of a rank within a group, so that a report can say where the rank waits for the others.
+/// Thread-safe.
 class RankPlace {
  public:
-  /// Of one that nobody looks at.
+  /// Makes the place of a rank whose waits nobody looks at.
   RankPlace() : RankPlace(std::make_shared<RankWaits>(), 0, 1) {}
   RankPlace(std::shared_ptr<RankWaits> waits, std::size_t rank, std::size_t size)
       : waits_(std::move(waits)), rank_(rank), size_(size) {}
 
-  /// As Collectives::set_place.
+  /// Sets the present place, like Collectives::set_place.
   void set(std::string place);
-  /// All ranks are here, or have been.
+  /// Records that all ranks are, or have been, at the present place.
   void met();
-  /// This thread waits there for those that `awaited` names, which is called meanwhile from
-  /// another, while the result lives.
+  /// Begins a wait of this thread at the present place, which lasts while the result lives.
+  /// `awaited` returns the names of the ranks that it waits for; another thread calls it meanwhile.
   [[nodiscard]] RankWaits::Wait wait(std::function<std::string()> awaited);
 
  private:
@@ -93,7 +98,7 @@ class RankPlace {
   std::shared_ptr<const std::string> last_ CASTOR_GUARDED_BY(mutex_);
 };
 
-/// How a rank waits for the others of a group.
+/// Place and timeout with which a rank waits for the others of a group.
 struct RankPatience {
   std::shared_ptr<RankPlace> place = std::make_shared<RankPlace>();
   std::chrono::milliseconds timeout = std::chrono::minutes(30);

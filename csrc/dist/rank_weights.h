@@ -13,41 +13,43 @@
 
 namespace castor {
 
-/// These bytes of weights with a shared home become what all ranks have, at home or away from it;
-/// they lie where the payload is now.
+/// Writes `own` to the memory that all ranks have in common. `own` is a range of weights whose host
+/// storage is shared; it lies where the payload is now, in host storage or resident on the device.
 void share_bytes(const SharedHomes& homes, const Payload& weights, std::span<const std::byte> own);
 
-/// Brings the weights together of which each rank has updated its part (ShardMap).
+/// Gathers weights of which each rank has updated its shard (ShardMap).
 ///
-/// Where ranks of a machine share homes, a part is updated in the common memory, and nothing is
-/// sent within it: from the meeting after it on, all see it. With other machines the parts are
-/// exchanged before that meeting, each once (InterNodeGroup). That a rank may write there at all is
-/// the callers' agreement: no other reads the weights from the meeting before an update, or a load,
-/// to the one after it. Elsewhere the parts are gathered: (n-1)/n of the bytes are sent. Weights in
-/// memory of a device that the host does not address pass through DeviceStaging.
+/// If ranks of a machine share host storage, each updates its shard in the common memory, and
+/// nothing is sent within the machine. All ranks see the shards from the barrier after the update
+/// on. Shards for other machines are exchanged before that barrier, each once (InterNodeGroup). The
+/// callers must agree that a rank may write there at all: no other rank reads the weights between
+/// the barriers before and after an update, or a load.
 ///
-/// Owned by the session; used by the one thread at a time that runs updates, which on every rank
-/// are the same, in the same order.
+/// Elsewhere the shards are gathered: (n-1)/n of the bytes are sent. Weights in memory of a device
+/// that the host does not address pass through DeviceStaging.
+///
+/// Owned by the session. Used by one thread at a time, the one that runs updates. Every rank runs
+/// the same updates in the same order.
 class RankWeights {
  public:
-  /// `ranks`: for nothing else. `homes`: nullptr where ranks share none; outlives this. `staging`:
-  /// of weights.
+  /// Takes `ranks`, which are used for nothing else; `homes`, which outlives this and is nullptr
+  /// where ranks share no host storage; and `staging` for the weights.
   RankWeights(std::shared_ptr<Collectives> ranks, const SharedHomes* homes,
               DeviceStaging staging = {})
       : ranks_(std::move(ranks)), homes_(homes), staging_(std::move(staging)) {
     ranks_->set_place("brings together weights that an update, or a load, has changed");
   }
 
-  /// Where this rank's part of the weights is updated, as an address of all of them. What others
-  /// than updates have written there counts.
+  /// Returns the memory in which this rank's shard of the weights is to be updated, as the address
+  /// of the full weights. Values that were written to the shard outside of updates are kept.
   [[nodiscard]] std::byte* begin_update(const Payload& weights);
-  /// The weights' parts become those of the ranks that have updated them.
+  /// Replaces each shard of the weights by that of the rank that has updated it.
   void gather(std::span<const Payload* const> weights);
-  /// Each rank's part of weights that others than updates have written becomes what all have.
-  /// No effect where homes are not shared.
+  /// Gives all ranks each rank's shard of weights that were written outside of updates. No effect
+  /// where host storage is not shared.
   void settle(std::span<const Payload* const> weights);
 
-  /// From any thread.
+  /// Leaves the ranks. Any thread may call it.
   void leave() noexcept { ranks_->leave(); }
 
   [[nodiscard]] const RankFigures& figures() const noexcept { return figures_; }
@@ -56,7 +58,7 @@ class RankWeights {
   [[nodiscard]] bool shared(const Payload& weights) const noexcept {
     return homes_ != nullptr && homes_->contains(weights.home());
   }
-  /// This rank's.
+  /// Returns this rank's shard.
   [[nodiscard]] std::span<std::byte> part_of(std::span<std::byte> weights) const {
     const std::size_t part = weights.size() / ranks_->size();
     return weights.subspan(ranks_->rank() * part, part);
@@ -65,7 +67,7 @@ class RankWeights {
     return part_of(std::span(weights.data(), weights.bytes()));
   }
   void gather_parts(const Payload& weights);
-  // Of those with shared homes, where all give their parts.
+  // Of weights with shared host storage, for which all ranks give their shards.
   void take_others_parts(std::span<const Payload* const> weights);
   void take_others_parts(const Payload& weights) const;
   void exchange_between_nodes(std::span<const Payload* const> weights);

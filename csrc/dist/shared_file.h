@@ -11,38 +11,40 @@
 
 namespace castor {
 
-/// How the ranks of a group lie over machines that have memory for them to share.
+/// Distribution of the ranks of a group over machines that have memory for them to share.
 struct Nodes {
-  std::size_t size = 1;  ///< of each: so many ranks in a row
-  std::string refusal;   ///< why that is 1; on every rank the same
+  std::size_t size = 1;  ///< ranks of each machine, which are consecutive
+  std::string refusal;   ///< reason why the size is 1, the same on every rank
 };
 
-/// Every rank calls it. Ranks of a machine are those that see each other's processes there, and
-/// give the same `mark`. A machine has a row of ranks, each as many; else all count as apart.
+/// Finds the machines of the ranks; every rank calls it. Ranks of one machine are those that see
+/// each other's processes there, and give the same `mark`. Each machine has consecutive ranks, and
+/// as many as the others; else every rank counts as a machine of its own.
 [[nodiscard]] Nodes find_nodes(Collectives& group, const std::string& mark);
 
-/// A file in memory that all ranks of a machine have open, or why there is none.
+/// A file in memory that all ranks of a machine have open, or the reason why there is none.
 struct SharedFile {
   UniqueFd file;               ///< empty: there is none
-  std::vector<int> processes;  ///< of the machine's ranks, in their order
+  std::vector<int> processes;  ///< processes of the machine's ranks, in rank order
   std::string refusal;         ///< on every rank the same
 };
 
-/// Every rank calls it with the same `bytes`, of which the file begins with zeros, and the size of
-/// its nodes (find_nodes): all machines have a file, or none. It has no name, and goes with the
-/// last process that has it, however that ends.
+/// Makes a file for each machine, or for none. Every rank calls it, with the same `bytes` and the
+/// size of its nodes (find_nodes). The file begins with `bytes` zeros. It has no name, and goes
+/// with the last process that has it, however that ends.
 [[nodiscard]] SharedFile share_file(Collectives& group, std::size_t node, std::size_t bytes);
 
-/// Homes that all ranks of a machine map, or why there are none.
+/// Host storage that all ranks of a machine map, or the reason why there is none.
 struct HomesOfRanks {
-  std::unique_ptr<SharedHomes> homes;  ///< nullptr: there are none
+  std::unique_ptr<SharedHomes> homes;  ///< nullptr: there is none
   std::string refusal;                 ///< on every rank the same
 };
 
-/// As share_file.
+/// Makes host storage that the ranks of each machine share, in a file of share_file().
 [[nodiscard]] HomesOfRanks share_homes(Collectives& group, std::size_t node, std::size_t bytes);
 
-/// What the ranks say that something is refused for, "" where nothing is: the first of them.
+/// Returns the reason of the first rank that refuses something, "" where none does. `own` is this
+/// rank's reason.
 [[nodiscard]] std::string any_refusal(Collectives& group, const std::string& own);
 
 }  // namespace castor

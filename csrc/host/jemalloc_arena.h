@@ -14,21 +14,21 @@ namespace castor {
 /// only where castor is built with jemalloc (CASTOR_HAVE_JEMALLOC).
 ///
 /// Sizes: jemalloc rounds a request up to its size class, by up to 25%. For blocks of at least a
-/// huge page that excess is address space only: the block starts on a huge-page boundary, huge
-/// pages are asked for where they lie inside the request and refused behind it, so that resident
-/// memory never exceeds the request rounded up to a small page. A PageSource that makes pages
-/// resident on mapping (pinned memory) does pay for the excess. Small blocks share pages; there the
-/// rounding is real.
+/// huge page that excess is address space only. The block starts on a huge-page boundary; huge
+/// pages are asked for where they lie inside the request and refused behind it. So resident memory
+/// never exceeds the request rounded up to a small page. A PageSource that makes pages resident on
+/// mapping (pinned memory) does pay for the excess. Small blocks share pages; for them the rounding
+/// is real.
 ///
 /// Memory: extents without a live block are unmapped at once (nothing is retained, both decay times
-/// are 0), so resident memory follows the budget. The destructor destroys the
-/// jemalloc arena, with all its extents; jemalloc keeps its own metadata, a few KiB per arena
-/// index, for the next arena.
+/// are 0), so resident memory follows the budget. The destructor destroys the jemalloc arena with
+/// all its extents. jemalloc keeps its own metadata, a few KiB per arena index, for the next arena.
 ///
-/// Forks: children do not get the whole pages of blocks. They do get jemalloc's metadata, which it
-/// looks at in every fork and which comes through the same hooks.
+/// Forks: children do not get the pages that lie wholly in blocks. They do get jemalloc's metadata,
+/// which jemalloc reads in every fork and which comes through the same hooks.
 ///
-/// Owned by its MemoryTier; every block must be given back before it is destroyed. Thread-safe.
+/// Owned by its MemoryTier; every block must be given back before the arena is destroyed.
+/// Thread-safe.
 class JemallocArena final : public Arena {
  public:
   /// Throws Error if jemalloc cannot make another arena, or its first mapping is refused.
@@ -42,7 +42,8 @@ class JemallocArena final : public Arena {
   void share_with_children(std::byte* data, std::size_t bytes) noexcept override;
   [[nodiscard]] std::string description() const override;
 
-  /// Bytes mapped for this arena now: size classes of live blocks and the arena's own metadata.
+  /// Returns the bytes mapped for this arena now: size classes of live blocks, and the arena's own
+  /// metadata.
   [[nodiscard]] std::size_t mapped_bytes() const noexcept;
 
  private:

@@ -14,7 +14,7 @@ struct hwloc_topology;
 namespace castor {
 
 struct NumaNode {
-  /// The number the operating system uses (numactl --hardware).
+  /// Number of the node in the operating system (numactl --hardware).
   unsigned os_index = 0;
   std::size_t memory_bytes = 0;
   std::size_t num_pus = 0;
@@ -24,23 +24,24 @@ struct NumaNode {
 /// thread-safe.
 class NumaTopology {
  public:
-  /// Whether castor was built with hwloc; without it the constructors throw Error.
+  /// Returns whether castor was built with hwloc; without it the constructors throw Error.
   [[nodiscard]] static bool available() noexcept;
 
-  /// This machine.
+  /// Reads this machine.
   NumaTopology();
-  /// A machine in hwloc's synthetic notation ("node:2 pu:4"), for tests; bind() refuses there.
-  /// Throws InvalidArgument if hwloc does not understand it.
+  /// Reads a machine in hwloc's synthetic notation ("node:2 pu:4"), for tests; bind() refuses
+  /// there. Throws InvalidArgument if hwloc does not understand it.
   explicit NumaTopology(const std::string& synthetic);
 
-  /// At least one, ordered by os_index.
+  /// Returns the nodes, at least one, ordered by os_index.
   [[nodiscard]] const std::vector<NumaNode>& nodes() const noexcept { return nodes_; }
 
-  /// Of all caches of the last level together; 0 where hwloc knows of none.
+  /// Returns the bytes of all last-level caches together; 0 where hwloc knows of none.
   [[nodiscard]] std::size_t cache_bytes() const noexcept { return cache_bytes_; }
 
   /// Places the pages of `range` on a node when they are first touched; when the node is full, the
-  /// kernel takes another. False when there is no such node or the system refuses; errno says why.
+  /// kernel takes another. Returns false when there is no such node or the system refuses; errno
+  /// says why.
   [[nodiscard]] bool bind(std::span<std::byte> range, unsigned os_index) const noexcept;
 
  private:
@@ -55,11 +56,11 @@ class NumaTopology {
   std::size_t cache_bytes_ = 0;
 };
 
-/// Adaptor: the pages of another source, bound to one NUMA node. A refused binding is tolerated,
-/// the memory is as good elsewhere, and shows in description(). Thread-safe.
+/// Adaptor that binds the pages of another source to one NUMA node. A refused binding is tolerated,
+/// because the memory is as good elsewhere, and shows in description(). Thread-safe.
 class BoundPages final : public PageSource {
  public:
-  /// Throws InvalidArgument if the machine has no such node, with the nodes it has.
+  /// Throws InvalidArgument if the machine has no such node; the message lists the nodes it has.
   BoundPages(std::unique_ptr<PageSource> upstream, NumaTopology topology, unsigned os_index);
 
   [[nodiscard]] std::byte* map(std::size_t bytes, std::size_t alignment) noexcept override;

@@ -8,7 +8,7 @@
 
 namespace castor {
 
-/// The page sizes of this machine, in bytes.
+/// Page sizes of this machine, in bytes.
 struct PageSizes {
   std::size_t page = 0;
   /// Size of a transparent huge page; 0 where the kernel has none.
@@ -18,14 +18,15 @@ struct PageSizes {
 [[nodiscard]] PageSizes system_page_sizes();
 
 /// Private anonymous mappings of the operating system. Owns no memory: the arenas do. In a forked
-/// child it changes no mapping: what is withheld is not there, and something else may be.
+/// child this source changes no mapping: withheld pages are missing there, and something else may
+/// be in their place.
 class OsPages final : public PageSource {
  public:
-  /// How physical memory goes back where pages are discarded.
+  /// Ways to give back the physical memory of discarded pages.
   enum class Discard {
     kAtOnce,
-    /// The kernel takes it where somebody needs it, until the pages are written again: those that
-    /// it left cost no page faults then. The contents are unspecified, not zero.
+    /// The kernel takes the memory when somebody needs it, until the pages are written again. Pages
+    /// that the kernel has left cost no page faults then. Their contents are unspecified, not zero.
     kWhereNeeded,
   };
 
@@ -46,24 +47,24 @@ class OsPages final : public PageSource {
   void note_refusal(int error_number) noexcept;
 
   const int discard_advice_;
-  const int process_;  // that made it
+  const int process_;  // process that made this source
   const PageSizes sizes_;
   // Relaxed: figures for reports, they order nothing.
   std::atomic<std::size_t> num_refusals_{0};
   std::atomic<int> last_refusal_{0};
 };
 
-/// Gives back the physical memory of the pages that lie wholly in [data, data + bytes); what the
-/// source refuses (pinned pages) stays.
+/// Gives back the physical memory of the pages that lie wholly in [data, data + bytes). Pages that
+/// the source refuses to give back (pinned pages) stay.
 void discard_whole_pages(PageSource& pages, std::byte* data, std::size_t bytes) noexcept;
 
-/// As PageSource::withhold_from_children and share_with_children, for the whole pages among these
-/// bytes: who else has a part of a page is not to lose it.
+/// Calls PageSource::withhold_from_children, or share_with_children, for the pages that lie wholly
+/// in these bytes: another owner of a part of a page must not lose that page.
 void withhold_whole_pages(PageSource& pages, std::byte* data, std::size_t bytes) noexcept;
 void share_whole_pages(PageSource& pages, std::byte* data, std::size_t bytes) noexcept;
 
-/// The error of every host arena when the operating system refuses `bytes`. Its figures are those
-/// of the machine: free physical memory as `available`, installed memory as `budget`.
+/// Throws the error of every host arena when the operating system refuses `bytes`. Its figures are
+/// those of the machine: free physical memory as `available`, installed memory as `budget`.
 [[noreturn]] void throw_refused(std::size_t bytes, const std::string& who_refused);
 
 }  // namespace castor

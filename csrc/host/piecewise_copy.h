@@ -9,16 +9,18 @@
 
 namespace castor {
 
-/// A copy that threads make together, a piece at a time: one may work on it in its own time, and
-/// who needs it takes over what nobody has begun with. Thread-safe but for add.
+/// A copy that several threads make together, a piece at a time. One thread may work on it in its
+/// own time; a thread that needs the result takes over the pieces that nobody has begun.
+/// Thread-safe but for add.
 class PiecewiseCopy {
  public:
   static constexpr std::size_t kPieceBytes = std::size_t{1} << 20;
 
-  /// Before any thread copies. The memory is there and unchanged until all is copied, and does not
-  /// overlap; `target` is aligned to 16 bytes.
+  /// Adds a range to copy, before any thread copies. The memory stays in place and unchanged until
+  /// all is copied, and source and target do not overlap. `target` is aligned to 16 bytes.
   void add(std::span<const std::byte> source, std::byte* target);
-  /// Returns when all is copied. `executor`: whose threads do it; nullptr: the caller alone.
+  /// Copies what is left, and returns when all is copied. `executor` provides the threads; with
+  /// nullptr the caller copies alone.
   void finish(Executor* executor);
 
  private:
@@ -34,8 +36,8 @@ class PiecewiseCopy {
   std::atomic<std::size_t> num_copied_ = 0;
 };
 
-/// Copies past the processor's caches, where it can: for memory that is not read soon, so that what
-/// is in the caches stays there. As PiecewiseCopy::add.
+/// Copies past the processor's caches where it can. Meant for memory that is not read soon, so that
+/// the contents of the caches stay there. The conditions are those of PiecewiseCopy::add.
 void copy_past_caches(std::span<const std::byte> source, std::byte* target) noexcept;
 
 }  // namespace castor

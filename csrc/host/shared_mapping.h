@@ -4,12 +4,12 @@
 
 namespace castor {
 
-/// Memory of a file without a name (memfd) that several processes map; children of this one do not
-/// get it. Move-only. Empty, with data() == nullptr and errno set, where the system refuses.
+/// Memory of a file without a name (memfd) that several processes map. Children of this process do
+/// not get it. Move-only. Empty, with data() == nullptr and errno set, where the system refuses.
 class SharedMapping {
  public:
   SharedMapping() = default;
-  /// Of the first `bytes` of the file, which may be closed afterwards.
+  /// Maps the first `bytes` of the file, which may be closed afterwards.
   SharedMapping(int file, std::size_t bytes);
   SharedMapping(SharedMapping&& other) noexcept;
   SharedMapping& operator=(SharedMapping&& other) noexcept;
@@ -24,8 +24,8 @@ class SharedMapping {
   std::size_t bytes_ = 0;
 };
 
-/// A new one of `bytes` zeros, as a descriptor that the caller closes; -1, with errno set, where
-/// the system refuses.
+/// Makes a new file of `bytes` zeros and returns its descriptor, which the caller closes. Returns
+/// -1, with errno set, where the system refuses.
 [[nodiscard]] int make_shared_file(std::size_t bytes) noexcept;
 
 }  // namespace castor

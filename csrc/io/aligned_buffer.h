@@ -7,7 +7,7 @@
 
 namespace castor {
 
-/// Small owned memory for transfers that are not a tier's business: headers, probes, measurements.
+/// Small owned memory for transfers that no tier accounts for: headers, probes, measurements.
 /// Contents start as zeros. `alignment` is a power of two. Throws std::bad_alloc.
 class AlignedBuffer {
  public:

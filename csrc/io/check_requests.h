@@ -7,8 +7,9 @@
 
 namespace castor {
 
-/// The contract of IoEngine::submit that engines share. Throws InvalidArgument when the requests do
-/// not fit the queue, name a file that is not there, or move nothing.
+/// Checks the part of the contract of IoEngine::submit that all engines share. Throws
+/// InvalidArgument when the requests do not fit the queue, name a file that does not exist, or move
+/// nothing.
 void check_requests(std::span<const IoRequest> requests, std::size_t num_files,
                     std::size_t in_flight, std::size_t queue_depth);
 

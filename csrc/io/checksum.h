@@ -12,14 +12,15 @@
 
 namespace castor {
 
-/// Data is checked in pieces of this size: small enough to be checked in parallel and to say where
-/// the damage is, large enough that the checksums are nothing beside the data (8 bytes a MiB).
+/// Bytes of the pieces in which data is checked. They are small enough to be checked in parallel
+/// and to say where the damage is. They are so large that the checksums are nothing beside the data
+/// (8 bytes a MiB).
 inline constexpr std::size_t kChecksumBlockBytes = std::size_t{1} << 20;
 
-/// xxh3 of 64 bits, seed 0: what Python's xxhash.xxh3_64_intdigest gives.
+/// Returns xxh3 of 64 bits, seed 0: the value of Python's xxhash.xxh3_64_intdigest.
 [[nodiscard]] std::uint64_t checksum(std::span<const std::byte> data) noexcept;
 
-/// xxh3 of 128 bits, seed 0, of data that comes in pieces: what Python's xxhash.xxh3_128 gives.
+/// xxh3 of 128 bits, seed 0, of data that comes in pieces: the value of Python's xxhash.xxh3_128.
 class StreamChecksum {
  public:
   StreamChecksum();
@@ -28,7 +29,7 @@ class StreamChecksum {
   StreamChecksum& operator=(const StreamChecksum&) = delete;
 
   void update(std::span<const std::byte> data) noexcept;
-  /// Of all so far, as 32 hex digits.
+  /// Returns the checksum of all data so far, as 32 hex digits.
   [[nodiscard]] std::string hex() const;
 
  private:
@@ -36,7 +37,7 @@ class StreamChecksum {
   const std::unique_ptr<State> state_;
 };
 
-/// The checksum of each kChecksumBlockBytes of `data`; the last piece may be shorter.
+/// Returns the checksum of each kChecksumBlockBytes of `data`; the last piece may be shorter.
 [[nodiscard]] std::vector<std::uint64_t> block_checksums(Executor& executor,
                                                          std::span<const std::byte> data);
 
@@ -48,8 +49,8 @@ struct ChecksumMismatch {
   std::uint64_t found = 0;
 };
 
-/// Compares; nullopt when all is as it was. Throws InvalidArgument when `expected` is of data of
-/// another size.
+/// Compares the checksums of `data` with `expected`, and returns nullopt when all are equal. Throws
+/// InvalidArgument when `expected` is of data of another size.
 [[nodiscard]] std::optional<ChecksumMismatch> find_mismatch(
     Executor& executor, std::span<const std::byte> data, std::span<const std::uint64_t> expected);
 

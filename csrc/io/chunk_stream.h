@@ -19,10 +19,10 @@
 namespace castor {
 
 enum class StreamAccess : std::uint8_t {
-  kRead,    ///< left as it is: a checkpoint is saved
-  kUpdate,  ///< changed, and written back at once: an optimizer step
-  /// Changed, and written back when its memory is needed or flush() is called: many small changes
-  /// of one chunk after another, as states are made or loaded.
+  kRead,    ///< the chunk stays as it is: a checkpoint is saved
+  kUpdate,  ///< the chunk is changed, and written back at once: an optimizer step
+  /// The chunk is changed, and written back when its memory is needed or flush() is called. Meant
+  /// for many small changes of one chunk after another, as states are made or loaded.
   kEdit,
 };
 
@@ -30,44 +30,46 @@ enum class StreamAccess : std::uint8_t {
 using StoredChunk = std::vector<StoredPayload>;
 
 /// A window of host memory on chunks whose payloads lie on NVMe. While one chunk is worked on, the
-/// next is read and the one before is written. The window is cut into slots as large as the largest
-/// chunk: 3 slots overlap everything that one thread does, 2 wait for writes, 1 does one thing at a
-/// time. A chunk stays in its slot until the memory is needed, so that one used again is not read
-/// again.
+/// next is read and the one before is written.
+///
+/// The window is divided into window buffers (slots in the code) as large as the largest chunk.
+/// With 3 of them, everything that one thread does overlaps; with 2, reads wait for writes; with 1,
+/// nothing overlaps. A chunk stays in its window buffer until the memory is needed, so that a chunk
+/// that is used again is not read again.
 ///
 /// A payload that was never written reads as zeros. Checksums are made before a write and compared
 /// before the first use, in the calling thread and the executor, beside the transfers.
 ///
 /// A transfer that fails is an IoError or CorruptionError of the call that waits for it. After a
-/// failed read NVMe holds what it held; after a failed write the payload is torn and refuses to be
-/// read (UsageError) until it is discarded.
+/// failed read NVMe holds what it held before. After a failed write the payload is torn and cannot
+/// be read (UsageError) until it is discarded.
 ///
-/// Payloads of a PayloadSource (other ranks have parts of them) are read alone: who changes one
-/// does so there, and forgets what the window has of it.
+/// Payloads of a PayloadSource, which other ranks have shards of, are only read here. A caller that
+/// changes such a payload does so at its source, and then calls forget() for the chunk here.
 ///
-/// Borrows queue, executor and memory. Thread-safe: who holds a chunk keeps nobody from another
-/// one, but two who change the same chunk must take turns themselves. Calls of a process that was
-/// forked from the stream's throw UsageError.
+/// Borrows queue, executor and memory. Thread-safe: a thread that pins a chunk keeps no other
+/// thread from another chunk, but two threads that change the same chunk must take turns
+/// themselves. Calls in a process that was forked from the stream's process throw UsageError.
 class ChunkStream {
   struct Slot;
 
  public:
-  /// `memory` has any alignment; give it to the engine as a registered buffer. `alignment` is
-  /// ScratchSpace::alignment(). At most `max_slots` slots are made of it: more than have something
-  /// to do would only keep what is not needed. Throws InvalidArgument when the largest chunk does
+  /// Makes at most `max_slots` window buffers of `memory`: more than are ever busy would only keep
+  /// what is not needed. `memory` has any alignment; give it to the engine as a registered buffer.
+  /// `alignment` is ScratchSpace::alignment(). Throws InvalidArgument when the largest chunk does
   /// not fit.
   ChunkStream(std::vector<StoredChunk> chunks, TransferQueue& queue, Executor& executor,
               std::span<std::byte> memory, std::size_t alignment, Verification verification,
               std::size_t max_slots = 4);
-  /// Over payloads of PayloadSources.
+  /// Makes a stream over payloads of PayloadSources.
   ChunkStream(std::vector<StoredChunk> chunks, Executor& executor, std::span<std::byte> memory,
               std::size_t alignment, std::size_t max_slots);
   ~ChunkStream();
   ChunkStream(const ChunkStream&) = delete;
   ChunkStream& operator=(const ChunkStream&) = delete;
 
-  /// Keeps a chunk in the window. Move-only. It counts as held by the thread that took it, and may
-  /// end in any other.
+  /// Pin that keeps a chunk in the window. Move-only. It counts as held by the thread that took it,
+  /// and may end in any other thread.
   class Hold {
    public:
     Hold(Hold&& other) noexcept
@@ -79,13 +81,14 @@ class ChunkStream {
     Hold& operator=(const Hold&) = delete;
     ~Hold();
 
-    /// Where the payloads are, once wait() has returned; each of StoredPayload::bytes().
+    /// Returns the memory of the payloads, valid once wait() has returned; each span is of
+    /// StoredPayload::bytes().
     [[nodiscard]] std::span<const std::span<std::byte>> payloads() const noexcept;
-    /// Returns when they have been read and may be used: changed, if `access` says so. Any thread
-    /// may call it, and again.
+    /// Waits until the payloads have been read and may be used: changed, if `access` says so. Any
+    /// thread may call it, several times.
     void wait(StreamAccess access);
-    /// Ends the hold; with kUpdate, starts the write. The destructor does the same, but if the
-    /// write cannot be started only torn() tells of it.
+    /// Ends the pin; with kUpdate, starts the write. The destructor does the same, but if the write
+    /// cannot be started only torn() tells of it.
     void release();
 
    private:
@@ -95,55 +98,60 @@ class ChunkStream {
     Slot* slot_;
     std::thread::id holder_ = std::this_thread::get_id();
   };
-  /// Starts to read the chunk where it is not in the window, and keeps it there. Waits where every
-  /// slot is held by other threads; throws OutOfMemory where it is this one that holds them, or
-  /// where all who hold any wait here too.
+  /// Pins the chunk in the window, and starts to read it where it is not there. Waits while other
+  /// threads hold every window buffer. Throws OutOfMemory where this thread holds them all, or
+  /// where all threads that hold any wait here too.
   [[nodiscard]] Hold hold(std::size_t chunk);
-  /// As hold, for several distinct chunks that are needed at the same time: all at once, so that
-  /// who waits holds none of them. Threads that take them one after the other may have to wait for
+  /// Pins several distinct chunks that are needed at the same time: all at once, so that a thread
+  /// that waits holds none of them. Threads that pin them one after the other may have to wait for
   /// each other, which is OutOfMemory.
   [[nodiscard]] std::vector<Hold> hold(std::span<const std::size_t> chunks);
 
-  /// Gets the payloads of a chunk in their order, each of StoredPayload::bytes().
+  /// Function that gets the payloads of a chunk in their order, each of StoredPayload::bytes().
   using Work = std::function<void(std::span<const std::span<std::byte>> payloads)>;
-  /// Does the work on the chunk's payloads, on the calling thread. If the work throws, what it left
-  /// behind counts.
+  /// Does the work on the chunk's payloads, on the calling thread. If the work throws, the contents
+  /// that it left in the payloads count.
   void use(std::size_t chunk, StreamAccess access, const Work& work);
 
-  /// The chunk will be used soon: starts to read it, unless that would cost the slot of another one
-  /// that was announced and has not been used. Waits for the write of the chunk that it displaces.
+  /// Announces that the chunk will be used soon, and starts to read it. Does not read where that
+  /// would cost the window buffer of another chunk that was announced and has not been used. Waits
+  /// for the write of the chunk that it displaces.
   void prefetch(std::size_t chunk);
-  /// What was announced and not used will not be used soon.
+  /// Forgets the chunks that were announced and not used: they will not be used soon.
   void forget_announced();
-  /// Returns when every change is on NVMe, but those to chunks that somebody holds: they are
-  /// written when the last hold ends. Rethrows the first error, after it has tried all. What was
-  /// announced and not used is forgotten.
+  /// Writes every change to NVMe, and returns when that is done. Changes to pinned chunks are
+  /// written when the last pin ends. Rethrows the first error, after it has tried all. Forgets the
+  /// chunks that were announced and not used.
   void flush();
-  /// What the window has of the chunk is not what its source has: the next use reads it again.
-  /// Nobody holds it; a read of it that is under way is waited for.
+  /// Drops the window's copy of the chunk, which differs from its source: the next use reads the
+  /// chunk again. Waits for a read of the chunk that is under way. Throws UsageError where the
+  /// chunk is pinned.
   void forget(std::size_t chunk);
-  /// Returns when no read is under way; one that failed is the error of whoever uses the chunk.
+  /// Waits until no read is under way. A read that failed is the error of whoever uses the chunk.
   void await_reads();
-  /// The chunk reads as zeros from now on: all of it is about to be written anew. Nobody holds it.
+  /// Makes the chunk read as zeros from now on: all of it is about to be written anew. Nobody holds
+  /// the chunk.
   void discard(std::size_t chunk);
-  /// Every chunk does.
+  /// Discards every chunk.
   void discard_all();
 
-  /// Whether a write failed since the last discard_all(): a payload is torn. Never waits.
+  /// Returns whether a write has failed since the last discard_all(), so that a payload is torn.
+  /// Never waits.
   [[nodiscard]] bool torn() const noexcept { return torn_.load(std::memory_order_relaxed); }
 
-  /// What the chunks take on NVMe, padding included.
+  /// Returns the bytes that the chunks take on NVMe, padding included.
   [[nodiscard]] std::uint64_t stored_bytes() const noexcept;
   [[nodiscard]] std::size_t num_slots() const noexcept;
-  /// Chunks that prefetch can be ahead of the one in use.
+  /// Returns the number of chunks that prefetch can be ahead of the one in use.
   [[nodiscard]] std::size_t max_ahead() const noexcept;
-  /// Memory that gives `num_slots` slots to chunks of `largest_bytes`, padding included.
+  /// Returns the bytes of memory for `num_slots` window buffers of chunks of `largest_bytes`,
+  /// padding included.
   [[nodiscard]] static std::size_t memory_bytes(std::size_t largest_bytes, std::size_t num_slots,
                                                 std::size_t alignment) noexcept {
     return largest_bytes * num_slots + alignment - 1;
   }
 
-  /// Since construction, padding included.
+  /// Bytes transferred since construction, padding included.
   struct Counts {
     std::uint64_t read_bytes = 0;
     std::uint64_t written_bytes = 0;
@@ -175,17 +183,17 @@ class ChunkStream {
               std::span<std::byte> memory, std::size_t alignment, Verification verification,
               std::size_t max_slots);
 
-  TransferQueue* const queue_;  // nullptr: all payloads are of sources
+  TransferQueue* const queue_;  // nullptr: all payloads are of PayloadSources
   Executor& executor_;
   const Verification verification_;
-  const int process_;               // that the stream belongs to
+  const int process_;               // process that the stream belongs to
   std::atomic<bool> torn_ = false;  // relaxed: orders nothing else
-  // Guards nothing. Taken before mutex_: by who holds nothing and waits for slots, so that nobody
-  // else who holds nothing takes what it waits for.
+  // Guards no data. A thread that holds no chunk and waits for slots takes it before mutex_. So no
+  // other thread without chunks takes the slots that it waits for.
   std::mutex turn_;
   mutable Mutex mutex_;
-  std::condition_variable changed_;  // a slot is no longer busy or held
-  // As many of both as there were at first. Chunks before slots, whose transfers end first.
+  std::condition_variable changed_;  // notified when a slot is no longer busy or held
+  // The number of both never changes. Chunks are declared before slots, whose transfers end first.
   std::vector<StoredChunk> chunks_ CASTOR_GUARDED_BY(mutex_);
   std::vector<Slot> slots_ CASTOR_GUARDED_BY(mutex_);
   struct Waiting {

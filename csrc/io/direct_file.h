@@ -8,20 +8,20 @@
 
 namespace castor {
 
-/// Transfers are laid out on this boundary at least: the block size of ext4 and xfs and the sector
-/// of every NVMe device that is in use.
+/// Smallest boundary, in bytes, on which transfers are laid out: the block size of ext4 and xfs,
+/// and the sector of every NVMe device that is in use.
 inline constexpr std::size_t kIoAlignment = 4096;
 
 enum class FileAccess { kRead, kReadWrite };
 
 /// An open file whose transfers go past the page cache (O_DIRECT) where the file system allows it,
-/// and through it elsewhere; description() says which, and why.
+/// and through it elsewhere. description() says which, and why.
 ///
-/// The page cache would hold a second copy of data that was moved to NVMe because host memory is
-/// short. Owned by who opened it; engines borrow the descriptor. Const members are thread-safe.
+/// The page cache would keep a second copy of data that was moved to NVMe because host memory is
+/// short. Owned by whoever opened it; engines borrow the descriptor. Const members are thread-safe.
 class DirectFile {
  public:
-  /// Opens a regular file that exists. Throws IoError.
+  /// Opens an existing regular file. Throws IoError.
   DirectFile(const std::string& path, FileAccess access);
   /// Takes over a descriptor. Throws IoError when the file system cannot be asked about it.
   DirectFile(UniqueFd descriptor, std::string path);
@@ -29,11 +29,12 @@ class DirectFile {
   [[nodiscard]] int descriptor() const noexcept { return descriptor_.get(); }
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
   [[nodiscard]] bool direct() const noexcept { return buffered_because_.empty(); }
-  /// What offsets, sizes and buffers of direct transfers are multiples of; >= kIoAlignment.
+  /// Returns the alignment, in bytes, of offsets, sizes and buffers of direct transfers; at least
+  /// kIoAlignment.
   [[nodiscard]] std::size_t alignment() const noexcept { return alignment_; }
-  /// "/data/castor.scratch (O_DIRECT)" or "/tmp/x (buffered: tmpfs is memory)".
+  /// Returns text like "/data/castor.scratch (O_DIRECT)" or "/tmp/x (buffered: tmpfs is memory)".
   [[nodiscard]] std::string description() const;
-  /// Throws IoError.
+  /// Returns the size of the file. Throws IoError.
   [[nodiscard]] std::uint64_t bytes() const;
 
  private:

@@ -8,7 +8,7 @@
 
 namespace castor {
 
-/// A range of a space, in bytes.
+/// Range of a space, in bytes.
 struct Extent {
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
@@ -17,9 +17,9 @@ struct Extent {
   friend bool operator==(const Extent&, const Extent&) = default;
 };
 
-/// Hands out ranges of [0, capacity): best fit, lowest offset first among equals, so that the same
-/// calls give the same extents. Offsets and sizes are multiples of the alignment. Neighbouring free
-/// ranges are one. Bookkeeping only, no I/O; not thread-safe.
+/// Hands out ranges of [0, capacity): best fit, and the lowest offset among equals, so that the
+/// same calls give the same extents. Offsets and sizes are multiples of the alignment. Adjacent
+/// free ranges are merged. Bookkeeping only, no I/O; not thread-safe.
 ///
 /// Invariant: free and allocated extents partition the space.
 class ExtentAllocator {
@@ -27,17 +27,18 @@ class ExtentAllocator {
   /// `capacity` is rounded down to the alignment. Throws InvalidArgument for an alignment of 0.
   ExtentAllocator(std::uint64_t capacity, std::uint64_t alignment);
 
-  /// An extent of at least `bytes`, rounded up to the alignment; nullopt when no free range is long
-  /// enough. Throws InvalidArgument for 0 bytes.
+  /// Returns an extent of at least `bytes`, rounded up to the alignment; nullopt when no free range
+  /// is long enough. Throws InvalidArgument for 0 bytes.
   [[nodiscard]] std::optional<Extent> try_allocate(std::uint64_t bytes);
-  /// Throws InvalidArgument for anything that try_allocate() did not return, or that was freed.
+  /// Frees an extent. Throws InvalidArgument for one that try_allocate() did not return, or that
+  /// was freed already.
   void free(const Extent& extent);
 
   [[nodiscard]] std::uint64_t capacity() const noexcept { return capacity_; }
   [[nodiscard]] std::uint64_t alignment() const noexcept { return alignment_; }
   [[nodiscard]] std::uint64_t used_bytes() const noexcept { return used_bytes_; }
   [[nodiscard]] std::uint64_t peak_bytes() const noexcept { return peak_bytes_; }
-  /// The longest extent that can be had now.
+  /// Returns the bytes of the longest extent that can be allocated now.
   [[nodiscard]] std::uint64_t largest_free() const noexcept;
   [[nodiscard]] std::size_t num_free_ranges() const noexcept { return free_by_offset_.size(); }
 

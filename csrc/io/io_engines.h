@@ -19,25 +19,28 @@ enum class IoEngineKind {
   kThreads,
 };
 
-/// "auto", "io_uring" or "threads". Throws InvalidArgument for anything else.
+/// Returns the kind that is called "auto", "io_uring" or "threads". Throws InvalidArgument for
+/// anything else.
 [[nodiscard]] IoEngineKind parse_io_engine_kind(std::string_view name);
 
-/// Why io_uring cannot be used here ("" when it can): castor was built without liburing, or the
-/// kernel or the container forbids it.
+/// Says why io_uring cannot be used here: castor was built without liburing, or the kernel or the
+/// container forbids it. Returns "" when it can be used.
 [[nodiscard]] std::string why_no_io_uring();
 
-/// Makes an engine over `files`, which stay open as long as it lives. `buffers` are registered with
-/// the kernel where the engine can, and outlive it too. With kAuto the engine's description() says
-/// why it is not io_uring, if it is not. Throws InvalidArgument for a depth of 0, IoError when
-/// kIoUring is asked for and cannot be.
+/// Makes an engine over `files`, which stay open as long as the engine lives. `buffers` are
+/// registered with the kernel where the engine can, and also outlive the engine. With kAuto the
+/// engine's description() says why it is not io_uring, if it is not. Throws InvalidArgument for a
+/// depth of 0, IoError when kIoUring is asked for and cannot be used.
 ///
-/// Where the environment sets CASTOR_IO_FAULTS, the engine is a FaultyIoEngine that does what
-/// parse_io_faults() makes of it (and throws what that throws), and its description() says so.
+/// If the environment sets CASTOR_IO_FAULTS, the engine is a FaultyIoEngine with the faults of
+/// parse_io_faults(), and its description() says so. The errors of parse_io_faults() are thrown
+/// too.
 [[nodiscard]] std::unique_ptr<IoEngine> make_io_engine(
     IoEngineKind kind, std::vector<IoFile> files, std::size_t queue_depth,
     std::span<const std::span<std::byte>> buffers = {});
 
-/// Of all engines so far that CASTOR_IO_FAULTS has wrapped, in this process. Thread-safe.
+/// Returns the counts of all engines that CASTOR_IO_FAULTS has wrapped so far in this process.
+/// Thread-safe.
 [[nodiscard]] IoFaultCounts io_fault_counts() noexcept;
 
 }  // namespace castor

@@ -4,7 +4,7 @@
 
 namespace castor {
 
-/// A file that an engine reads and writes: the descriptor is borrowed and outlives the engine.
+/// A file that an engine reads and writes. The descriptor is borrowed and outlives the engine.
 struct IoFile {
   int descriptor = -1;
   std::string path;  ///< for messages

@@ -6,7 +6,7 @@
 
 namespace castor {
 
-/// Bytes that this process may lock (RLIMIT_MEMLOCK); nothing where there is no limit.
+/// Returns the bytes that this process may lock (RLIMIT_MEMLOCK); nullopt where there is no limit.
 [[nodiscard]] std::optional<std::uint64_t> locked_memory_limit();
 
 /// Says what to change where the kernel has no memory (ENOMEM) for io_uring's rings and buffers,

@@ -17,17 +17,17 @@
 namespace castor {
 
 struct NvmeOptions {
-  /// As ScratchOptions: one scratch file in each.
+  /// Directories with one scratch file each, as in ScratchOptions.
   std::vector<std::string> directories;
   std::string file_name = "castor.scratch";
-  /// Bytes of all files together that may be taken.
+  /// Bytes of all files together that may be used.
   std::uint64_t budget_bytes = 0;
   IoEngineKind engine = IoEngineKind::kAuto;
   Verification verification = Verification::kOn;
-  /// Whether activations that the host has no room for may take what is left of the budget.
+  /// Whether activations that the host has no room for may take the rest of the budget.
   bool holds_activations = false;
-  /// Size of a transfer, and how many are in flight: where devices reach their bandwidth
-  /// (`castor io-bench` measures others).
+  /// Bytes of a transfer. With these sizes devices reach their bandwidth (`castor io-bench`
+  /// measures others); `depth` is the number of transfers in flight.
   std::size_t block_bytes = std::size_t{1} << 20;
   std::size_t depth = 32;
 };
@@ -38,44 +38,45 @@ struct PayloadSpec {
   std::size_t bytes = 0;
 };
 
-/// What lies on NVMe of one kind, to be worked on through a window of its own: kinds differ in how
-/// large a slot must be, and in how many there is use for.
+/// Chunks of one kind on NVMe, which are worked on through a window of their own. Kinds differ in
+/// how large a window buffer must be, and in how many are of use.
 struct NvmeContent {
   std::string name;                              ///< for reports: "optimizer states"
   std::vector<std::vector<PayloadSpec>> chunks;  ///< chunks[i]: payloads of ChunkStream::use(i)
   std::size_t num_slots = 0;
 
-  /// On NVMe, padding included.
+  /// Returns the bytes on NVMe, padding included.
   [[nodiscard]] std::uint64_t stored_bytes() const;
-  /// In host memory, of a window with `slots` slots; 0 where there is no payload.
+  /// Returns the bytes of host memory for a window with `slots` window buffers; 0 where there is no
+  /// payload.
   [[nodiscard]] std::size_t window_bytes(std::size_t slots) const;
   [[nodiscard]] std::size_t window_bytes() const { return window_bytes(num_slots); }
 };
 
-/// The third tier: chunks' payloads of every kind in one set of scratch files, moved by one queue
-/// and worked on through windows that the host tier pays for. Space is taken for all of them at
-/// once, so that a full disk is found here.
+/// The third tier: chunks' payloads of every kind in one set of scratch files. One queue moves
+/// them, and windows that the host tier pays for serve the work on them. The constructor takes
+/// space for all of them, so that a full disk is found there.
 class NvmeTier {
  public:
-  /// Throws OutOfMemory (of tier nvme or host), and what ScratchSpace does. `host` and `executor`
-  /// outlive this.
+  /// Takes the space on NVMe and the windows. Throws OutOfMemory (of tier nvme or host), and what
+  /// ScratchSpace throws. `host` and `executor` outlive this.
   NvmeTier(const NvmeOptions& options, std::span<const NvmeContent> contents, MemoryTier& host,
            Executor& executor);
 
-  /// Of a content, by its place; nullptr where it has no payload.
+  /// Returns the stream of a content, by its index; nullptr where the content has no payload.
   [[nodiscard]] ChunkStream* stream(std::size_t content) const noexcept {
     return streams_[content].get();
   }
   [[nodiscard]] std::uint64_t used_bytes() const { return space_.used_bytes(); }
-  /// Of all streams together.
+  /// Returns the counts of all streams together.
   [[nodiscard]] ChunkStream::Counts counts() const;
-  /// "io_uring of depth 32, ...; 1 file of 2.00 GiB: /nvme/castor.scratch (O_DIRECT); optimizer
-  /// states through a window of 1.00 GiB in 3 slots".
+  /// Returns text like "io_uring of depth 32, ...; 1 file of 2.00 GiB: /nvme/castor.scratch
+  /// (O_DIRECT); optimizer states through a window of 1.00 GiB in 3 slots".
   [[nodiscard]] std::string description() const;
 
  private:
   ScratchSpace space_;
-  // Per content; empty where it has no payload.
+  // Per content; empty where the content has no payload.
   std::vector<Block> windows_;
   TransferQueue queue_;
   std::vector<std::unique_ptr<ChunkStream>> streams_;

@@ -10,26 +10,30 @@
 
 namespace castor {
 
-/// What stood in the place of a scratch file when it was opened.
+/// State of a scratch file's path when it was opened.
 enum class ScratchOrigin {
   kNew,
-  kReclaimed,  ///< the file of a job that ended without removing it: a crash, a kill
+  kReclaimed,  ///< there was the file of a job that ended without removing it: a crash, a kill
 };
 
 /// A preallocated, exclusively locked file for data that does not outlive the process.
 ///
 /// All its space is taken at the start, so that a full disk is found then and not in step 400. A
-/// header (magic, version, owner, checksum) tells castor's own files from foreign ones: a file that
-/// is not castor's is never written to. The lock (flock) goes with the process, however it ends;
-/// what then stays behind is reclaimed by the next job on that path, which waits some seconds for a
-/// lock whose owner is gone (its children, or the kernel, have it still). close() and the
-/// destructor remove the file, in the process that made it: a forked child leaves it alone.
+/// header (magic, version, owner, checksum) tells castor's own files from foreign ones; a file that
+/// is not castor's is never written to.
+///
+/// The lock (flock) ends with the process, however that ends. The next job on that path reclaims a
+/// file that stays behind. It waits some seconds for a lock whose owner is gone, because the
+/// owner's children, or the kernel, may have the lock still.
+///
+/// close() and the destructor remove the file, in the process that made it: a forked child leaves
+/// it alone.
 ///
 /// Throws IoError: ENOENT, EACCES, EROFS (the directory), EBUSY (another job has it), EEXIST (a
-/// foreign file), ENOSPC, EDQUOT, EFBIG (space), each with what to do. Not thread-safe; file() is.
+/// foreign file), ENOSPC, EDQUOT, EFBIG (space), each with the remedy. Not thread-safe; file() is.
 class ScratchFile {
  public:
-  /// The file becomes `path`; the directory exists. `data_bytes` > 0 is rounded up to whole blocks
+  /// Makes the file `path`, whose directory exists. `data_bytes` > 0 is rounded up to whole blocks
   /// of 64 KiB.
   ScratchFile(const std::string& path, std::uint64_t data_bytes);
   ScratchFile(ScratchFile&& other) noexcept;
@@ -47,7 +51,7 @@ class ScratchFile {
   void close();
 
  private:
-  /// The header's space, and what sizes are rounded to: a multiple of any device's block.
+  /// Bytes of the header's space, to which sizes are rounded: a multiple of any device's block.
   static constexpr std::uint64_t kHeaderBytes = 64 * 1024;
 
   struct Opened;
@@ -61,7 +65,7 @@ class ScratchFile {
   pid_t owner_;  // 0 once removed or moved from
 };
 
-/// Bytes that the file system of `directory` has left for this user. Throws IoError.
+/// Returns the bytes that the file system of `directory` has left for this user. Throws IoError.
 [[nodiscard]] std::uint64_t free_disk_bytes(const std::string& directory);
 
 }  // namespace castor

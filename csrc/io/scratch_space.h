@@ -17,8 +17,8 @@ namespace castor {
 
 class ScratchSpace;
 
-/// An extent that goes back to its space when it is destroyed. Move-only; the space outlives it,
-/// and transfers on it have ended.
+/// An extent that goes back to its space when it is destroyed. Move-only. The space outlives it,
+/// and transfers on it have ended by then.
 class ScratchExtent {
  public:
   ScratchExtent() = default;
@@ -40,45 +40,48 @@ class ScratchExtent {
 };
 
 struct ScratchOptions {
-  /// One scratch file in each; several should lie on different devices.
+  /// Directories with one scratch file each; several should lie on different devices.
   std::vector<std::string> directories;
-  /// Ranks that share a directory need names of their own.
+  /// Name of the scratch file in each directory. Ranks that share a directory need names of their
+  /// own.
   std::string file_name = "castor.scratch";
-  /// Of all files together.
+  /// Bytes of all files together.
   std::uint64_t bytes = 0;
-  /// Consecutive stripes lie in different files. A multiple of kIoAlignment.
+  /// Bytes of a stripe, a multiple of kIoAlignment. Consecutive stripes lie in different files.
   std::uint64_t stripe_bytes = std::uint64_t{1} << 20;
 };
 
 /// The bytes of the NVMe tier: one address space over the scratch files of one or several
-/// directories, striped, so that every large extent has the bandwidth of all of them.
+/// directories. The space is striped, so that every large extent has the bandwidth of all of them.
 ///
 /// Owned by the runtime; transfers have ended when it is destroyed. Thread-safe.
 class ScratchSpace {
  public:
-  /// Throws InvalidArgument (no directory, the same one twice, no bytes) and what ScratchFile does.
+  /// Makes the scratch files. Throws InvalidArgument (no directory, the same one twice, no bytes),
+  /// and what ScratchFile throws.
   explicit ScratchSpace(const ScratchOptions& options);
 
-  /// Throws OutOfMemory of tier nvme, with `remedy`, when no free range is long enough.
+  /// Allocates an extent. Throws OutOfMemory of tier nvme, with `remedy`, when no free range is
+  /// long enough.
   [[nodiscard]] ScratchExtent allocate(std::uint64_t bytes, const std::string& remedy);
 
-  /// Where `buffer` lies when it begins at `offset` of this space: a piece per stripe. Throws
-  /// InvalidArgument when it reaches beyond the end.
+  /// Returns the ranges of files where `buffer` lies when it begins at `offset` of this space: a
+  /// piece per stripe. Throws InvalidArgument when the buffer reaches beyond the end.
   [[nodiscard]] std::vector<TransferPiece> pieces(std::uint64_t offset,
                                                   std::span<std::byte> buffer) const;
 
   [[nodiscard]] std::vector<IoFile> io_files() const;
   [[nodiscard]] std::vector<TransferFile> transfer_files() const;
-  /// What sizes and buffers of transfers are multiples of.
+  /// Returns the alignment, in bytes, of the sizes and buffers of transfers.
   [[nodiscard]] std::size_t alignment() const noexcept { return alignment_; }
   [[nodiscard]] std::uint64_t capacity() const;
   [[nodiscard]] std::uint64_t used_bytes() const;
   [[nodiscard]] std::uint64_t peak_bytes() const;
   [[nodiscard]] std::span<const ScratchFile> files() const noexcept { return files_; }
-  /// "2 files, 1.00 GiB each: /a/castor.scratch (O_DIRECT), ...".
+  /// Returns text like "2 files, 1.00 GiB each: /a/castor.scratch (O_DIRECT), ...".
   [[nodiscard]] std::string description() const;
 
-  /// Removes the files. Throws the first IoError, after it has tried all.
+  /// Removes the files. Throws the first IoError, after it has tried to remove all of them.
   void close();
 
  private:

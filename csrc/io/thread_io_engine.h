@@ -14,8 +14,8 @@
 namespace castor {
 
 /// IoEngine over threads that call pread and pwrite, for kernels and containers that forbid
-/// io_uring. Each transfer in flight holds a thread, which sleeps while the device works, so there
-/// are as many threads as transfers, up to kMaxThreads.
+/// io_uring. Each transfer in flight occupies a thread, which sleeps while the device works. So
+/// there are as many threads as transfers, up to kMaxThreads.
 ///
 /// Throws InvalidArgument for a depth of 0, std::system_error if the system refuses a thread.
 class ThreadIoEngine final : public IoEngine {
@@ -37,14 +37,14 @@ class ThreadIoEngine final : public IoEngine {
 
   const std::vector<IoFile> files_;
   const std::size_t queue_depth_;
-  std::size_t in_flight_ = 0;  // of the calling thread alone
+  std::size_t in_flight_ = 0;  // used by the calling thread alone
 
   Mutex mutex_;
   std::condition_variable_any request_ready_;
   std::condition_variable completion_ready_;
   std::deque<IoRequest> requests_ CASTOR_GUARDED_BY(mutex_);
   std::vector<IoCompletion> completions_ CASTOR_GUARDED_BY(mutex_);
-  std::size_t wanted_ CASTOR_GUARDED_BY(mutex_) = 0;  // what collect() waits for
+  std::size_t wanted_ CASTOR_GUARDED_BY(mutex_) = 0;  // completions that collect() waits for
   bool woken_ CASTOR_GUARDED_BY(mutex_) = false;
   // Last: their destructors stop and join them while everything above is still alive.
   std::vector<std::jthread> threads_;

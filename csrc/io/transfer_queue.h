@@ -19,7 +19,7 @@ namespace castor {
 
 struct IoFailure;
 
-/// A contiguous part of a transfer: one range of one file.
+/// A contiguous piece of a transfer: one range of one file.
 struct TransferPiece {
   std::uint32_t file = 0;
   std::uint64_t offset = 0;
@@ -27,16 +27,16 @@ struct TransferPiece {
 };
 
 /// A transfer in flight. Its destructor waits, so that no transfer outlives the scope that keeps
-/// its buffers. Move-only; an empty one has nothing to wait for.
+/// its buffers. Move-only; an empty transfer has nothing to wait for.
 class IoTransfer {
  public:
-  /// What is under way. Seam: blocks of a TransferQueue, messages of other ranks (PayloadSource).
+  /// The work under way. Seam: blocks of a TransferQueue, messages of other ranks (PayloadSource).
   class State {
    public:
     virtual ~State() = default;
-    /// Returns when all bytes are there; throws what has failed. Called once, or not at all.
+    /// Waits until all bytes are there; throws the failure. Called once, or not at all.
     virtual void wait() = 0;
-    /// Returns when nothing touches the buffers any more.
+    /// Waits until nothing touches the buffers any more.
     virtual void drain() noexcept = 0;
   };
 
@@ -48,9 +48,9 @@ class IoTransfer {
   IoTransfer& operator=(const IoTransfer&) = delete;
   ~IoTransfer() { drain(); }
 
-  /// Returns when all bytes are transferred. Throws IoError for the first one that could not be, or
-  /// what its source throws; nothing of the transfer is in flight then either. A second call
-  /// returns at once.
+  /// Waits until all bytes are transferred. Throws IoError for the first failure, or what its
+  /// source throws; nothing of the transfer is in flight then either. A second call returns at
+  /// once.
   void wait();
   [[nodiscard]] explicit operator bool() const noexcept { return state_ != nullptr; }
 
@@ -60,16 +60,18 @@ class IoTransfer {
   std::shared_ptr<State> state_;
 };
 
-/// The files that a queue transfers to, for messages and for what a short transfer may leave.
+/// A file that a queue transfers to: its path for messages, and where a short transfer may
+/// continue.
 struct TransferFile {
   std::string path;
-  std::size_t alignment = 1;  ///< a short transfer goes on from a multiple of this
+  std::size_t alignment = 1;  ///< bytes; a short transfer goes on from a multiple of this
 };
 
-/// Whole transfers over an engine: cuts them into blocks, keeps as many in flight as the engine
-/// takes, looks at every completion. Short transfers go on where they stopped; EINTR and EAGAIN are
-/// tried again; the end of the file, any other errno, and kMaxFruitless attempts in a row without
-/// progress are an IoError. Where reads and writes are both waiting, each gets half of the depth.
+/// Complete transfers over an engine: cuts them into blocks, keeps as many in flight as the engine
+/// takes, and looks at every completion. Short transfers go on where they stopped; EINTR and EAGAIN
+/// are tried again. The end of the file, any other errno, and kMaxFruitless attempts in a row
+/// without progress are an IoError. Where reads and writes are both waiting, each gets half of the
+/// depth.
 ///
 /// One thread of its own drives the engine, so that transfers go on while their owners compute.
 /// Thread-safe. Owns the engine; the files and all buffers outlive it. Destruction waits for
@@ -78,23 +80,24 @@ class TransferQueue {
  public:
   static constexpr std::size_t kMaxFruitless = 100;
 
-  /// One file or more. `block_bytes` is a multiple of every file's alignment (else
-  /// InvalidArgument).
+  /// Starts the thread. There is at least one file. `block_bytes` is a multiple of every file's
+  /// alignment (else InvalidArgument).
   TransferQueue(std::unique_ptr<IoEngine> engine, std::vector<TransferFile> files,
                 std::size_t block_bytes);
   ~TransferQueue();
   TransferQueue(const TransferQueue&) = delete;
   TransferQueue& operator=(const TransferQueue&) = delete;
 
-  /// Throws InvalidArgument for a buffer, size or offset that is no multiple of the file's
-  /// alignment; IoError when the engine has failed as a whole. A write does not change its buffers.
+  /// Starts a transfer of these pieces. Throws InvalidArgument for a buffer, size or offset that is
+  /// no multiple of the file's alignment; IoError when the engine has failed as a whole. A write
+  /// does not change its buffers.
   [[nodiscard]] IoTransfer submit(IoOperation operation, std::span<const TransferPiece> pieces);
 
   [[nodiscard]] std::size_t block_bytes() const noexcept { return block_bytes_; }
   [[nodiscard]] const std::string& path(std::uint32_t file) const { return files_[file].path; }
   [[nodiscard]] std::string description() const;
 
-  /// Transfers that were continued or tried again since the start.
+  /// Number of transfers that were continued or tried again since the start.
   struct Counts {
     std::uint64_t short_transfers = 0;
     std::uint64_t retries = 0;
@@ -104,8 +107,8 @@ class TransferQueue {
  private:
   struct Blocks;
   struct Block;
-  struct Driver;  // what only the driving thread touches
-  /// Why the engine failed as a whole.
+  struct Driver;  // state that only the driving thread touches
+  /// Reason why the engine failed as a whole.
   struct Broken {
     int error_number = 0;
     std::string what;
@@ -128,7 +131,7 @@ class TransferQueue {
   mutable Mutex mutex_;
   std::condition_variable work_ready_;
   std::vector<Block> incoming_ CASTOR_GUARDED_BY(mutex_);
-  // It may then have to be woken.
+  // The driving thread is in collect(), and may have to be woken.
   bool driver_collects_ CASTOR_GUARDED_BY(mutex_) = false;
   bool stopping_ CASTOR_GUARDED_BY(mutex_) = false;
   std::optional<Broken> broken_ CASTOR_GUARDED_BY(mutex_);

@@ -6,8 +6,8 @@
 
 namespace castor {
 
-/// Owns a file descriptor and closes it. Move-only. Nothing is written through it that close()
-/// could still report: transfers are checked when they complete.
+/// Owns a file descriptor and closes it. Move-only. Its owners write nothing whose failure only
+/// close() would report: they check transfers when these complete.
 class UniqueFd {
  public:
   UniqueFd() = default;

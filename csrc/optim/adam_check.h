@@ -9,7 +9,7 @@
 
 namespace castor::detail {
 
-/// What adam_update() refuses about a segment; empty if nothing is.
+/// Returns why adam_update() refuses a segment; empty if it does not.
 [[nodiscard]] inline std::string complaint_about(const AdamSegment& segment) {
   const bool has_param = segment.param != nullptr;
   const bool split = segment.format != StateFormat::kFp32;
@@ -33,7 +33,7 @@ namespace castor::detail {
   return {};
 }
 
-/// Throws InvalidArgument for what adam_update() says it refuses.
+/// Throws InvalidArgument for a segment that adam_update() refuses.
 inline void check_segment(const AdamSegment& segment) {
   const std::string complaint = segment.numel == 0 ? "" : complaint_about(segment);
   if (!complaint.empty()) {

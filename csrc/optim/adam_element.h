@@ -9,8 +9,8 @@
 
 namespace castor {
 
-/// Value is float, or a vector of them with its operators, for which detail::square_root and
-/// detail::blend are declared before this file is included.
+/// Weight and moments of one element. Value is float, or a vector of floats with its operators, for
+/// which detail::square_root and detail::blend are declared before this file is included.
 template <typename Value>
 struct AdamElementOf {
   Value weight;
@@ -24,13 +24,14 @@ namespace detail {
 [[nodiscard]] CASTOR_ELEMENTWISE float square_root(float x) noexcept { return std::sqrt(x); }
 }  // namespace detail
 
-/// The Adam update of one element: the only place that has the formula. Each operation is rounded
-/// on its own (no fused multiply-add: compile with -ffp-contract=off, nvcc -fmad=false -ftz=true
-/// -prec-div=true -prec-sqrt=true), in torch's order but for one division: sqrt(v) is multiplied by
-/// a reciprocal, at most one unit in the last place away, because two divisions an element keep a
-/// core from saturating fast memory (docs/design/0005).
+/// Computes the first half of the Adam update of one element: the new moments and the decayed
+/// weight. This file is the only place that has the formula.
 ///
-/// The first half: the new moments and the decayed weight.
+/// Each operation is rounded on its own, in torch's order but for one division. There is no fused
+/// multiply-add: compile with -ffp-contract=off, nvcc -fmad=false -ftz=true -prec-div=true
+/// -prec-sqrt=true. The exception multiplies sqrt(v) by a reciprocal, at most one unit in the last
+/// place away. Two divisions an element would keep a core from saturating fast memory
+/// (docs/design/0005).
 template <WeightDecayMode mode, typename Value>
 [[nodiscard]] CASTOR_ELEMENTWISE AdamElementOf<Value> adam_moments(
     AdamElementOf<Value> old, Value grad, const AdamCoefficients& c) noexcept {
@@ -50,7 +51,7 @@ template <WeightDecayMode mode, typename Value>
   return {w, m, v};
 }
 
-/// The second half: the new weight.
+/// Computes the second half of the update: the new weight.
 template <typename Value>
 [[nodiscard]] CASTOR_ELEMENTWISE Value adam_weight(AdamElementOf<Value> decayed,
                                                    const AdamCoefficients& c) noexcept {
@@ -68,9 +69,9 @@ template <WeightDecayMode mode>
 
 namespace detail {
 
-/// `updated` with the NaN 0x7fc00000 for any NaN. A GPU's arithmetic makes 0x7fffffff, which the
-/// roundings that add to the bits (param_of, round_stochastically_to_bfloat16) would carry over
-/// into a zero.
+/// Returns `updated` with the NaN 0x7fc00000 for any NaN. A GPU's arithmetic makes 0x7fffffff,
+/// which the roundings that add to the bits (param_of, round_stochastically_to_bfloat16) would
+/// carry over into a zero.
 [[nodiscard]] CASTOR_ELEMENTWISE AdamElement with_plain_nans(AdamElement updated) noexcept {
   constexpr float kPlainNan = std::bit_cast<float>(0x7fc00000u);
   const auto plain = [](float x) { return x != x ? kPlainNan : x; };

@@ -9,8 +9,8 @@
 namespace castor::detail {
 
 /// Updates `num_blocks` whole blocks of a kSplitInt8 segment from element `begin` on, a multiple of
-/// kMomentBlock, with the bits that the loop for every instruction set gives them. Needs
-/// Isa::kAvx512; not there on other processors than x86-64.
+/// kMomentBlock. The bits are those of the loop for every instruction set. Needs Isa::kAvx512; does
+/// not exist on other processors than x86-64.
 void update_int8_avx512(WeightDecayMode mode, const AdamSegment& segment, std::size_t begin,
                         std::size_t num_blocks);
 

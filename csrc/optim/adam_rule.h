@@ -28,7 +28,7 @@ class AdamRule final : public UpdateRule {
   void update(Executor& executor, std::span<const UpdateSegment> segments) const override;
 };
 
-/// A rule's segments as Adam's functions and kernels take them.
+/// Converts a rule's segments to those that Adam's functions and kernels take.
 [[nodiscard]] inline std::vector<AdamSegment> adam_segments(std::span<const UpdateSegment> segments,
                                                             StateFormat format) {
   std::vector<AdamSegment> result;

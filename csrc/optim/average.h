@@ -8,40 +8,43 @@
 
 namespace castor {
 
-/// The mean of `count` gradients of `numel` elements each, which lie one behind the other from
-/// `parts` on: summed in that order in fp32, divided by `count`, rounded once. So for a `count`
-/// that is a power of two an fp32 mean has the bits of gradients of losses divided by it, added one
-/// after the other. `mean` may be `parts`, and overlaps nothing else. All are of `type` and need
-/// only its alignment. `executor` may be null: the calling thread does it all.
+/// Computes the mean of `count` gradients of `numel` elements each, which lie one behind the other
+/// from `parts` on. They are summed in that order in fp32, divided by `count`, and rounded once. So
+/// for a `count` that is a power of two, an fp32 mean has the bits of gradients of losses divided
+/// by `count`, added one after the other.
+///
+/// `mean` may be `parts`, and overlaps nothing else. All are of `type` and need only its alignment.
+/// `executor` may be null: the calling thread then does all the work.
 void average(Executor* executor, void* mean, const void* parts, std::size_t count,
              std::size_t numel, ScalarType type);
 
-/// As average, of parts that come in several calls, those of the first in front. `sums`, of
-/// `numel`, become those of all so far: they begin with this call's where `begun` is false.
+/// Adds up parts that come in several calls, in the order of the calls, for a later average_last().
+/// `sums`, of `numel` elements, become the sums of all parts so far; with `begun` false they begin
+/// with the parts of this call.
 void add_up(Executor* executor, float* sums, bool begun, const void* parts, std::size_t count,
             std::size_t numel, ScalarType type);
-/// ... and the last call: `total` is how many parts there were in all. nullptr for `sums`: it is
-/// the first call as well.
+/// Makes the last of these calls and computes the mean. `total` is the number of parts in all
+/// calls. With nullptr for `sums` it is the first call as well.
 void average_last(Executor* executor, void* mean, const float* sums, const void* parts,
                   std::size_t count, std::size_t total, std::size_t numel, ScalarType type);
 
-/// As average, without the division: the sum, rounded once.
+/// Same as average(), but without the division: computes the sum, rounded once.
 void sum(void* total, const void* parts, std::size_t count, std::size_t numel, ScalarType type);
 
 namespace detail {
-/// What average and its kin do with parts.
+/// Work of average, add_up, average_last and sum on the parts.
 struct PartSums {
   const void* parts = nullptr;
   std::size_t count = 0;
   std::size_t numel = 0;
   ScalarType type{};
-  const float* before = nullptr;  ///< sums to which they are added; nullptr: none
-  float* sums = nullptr;          ///< where they go; nullptr: into ...
-  void* mean = nullptr;           ///< ... the sums over ...
-  float divisor = 1.0F;           ///< ... this, rounded
+  const float* before = nullptr;  ///< sums to which the parts are added; nullptr: none
+  float* sums = nullptr;          ///< destination of the sums; nullptr: the result goes into `mean`
+  void* mean = nullptr;           ///< the sums divided by `divisor`, rounded
+  float divisor = 1.0F;           ///< divisor of the mean
 };
 
-/// On a given one of supported_isas().
+/// Does the work on a given one of supported_isas().
 void average(Executor* executor, const PartSums& work, Isa isa);
 }  // namespace detail
 

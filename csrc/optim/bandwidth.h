@@ -7,10 +7,11 @@
 
 namespace castor {
 
-/// Bytes per second of the in-place stream `a[i] += 1`, reads and writes counted (8 bytes per
-/// element): what a state update bound by memory can reach here. Runs `repetitions` passes over
-/// `array`, after one that is not counted, and returns the median. For DRAM, `array` must be much
-/// larger than the last-level cache. Throws InvalidArgument for an empty array or no repetition.
+/// Measures the bandwidth, in bytes per second, of the in-place stream `a[i] += 1`, reads and
+/// writes counted (8 bytes per element). A state update bound by memory can reach no more here.
+/// Runs `repetitions` passes over `array`, after one that is not counted, and returns the median.
+/// For DRAM, `array` must be much larger than the last-level cache. Throws InvalidArgument for an
+/// empty array or no repetition.
 [[nodiscard]] double in_place_bandwidth(Executor& executor, std::span<float> array,
                                         std::size_t repetitions);
 

@@ -12,9 +12,9 @@
 
 namespace castor::detail {
 
-// The 8-bit maps of split_int8: block-wise, dynamic and dense at zero as those of Dettmers et al.
-// 2022 (8-bit Optimizers via Block-wise Quantization), but computed as ITU-T G.711 companding is:
-// add a constant, the knee, and take the floating-point number's upper bits.
+// The 8-bit maps of split_int8. They are block-wise, dynamic and dense at zero as those of Dettmers
+// et al. 2022 (8-bit Optimizers via Block-wise Quantization), but computed as ITU-T G.711
+// companding is: add a constant, the knee, and take the floating-point number's upper bits.
 //
 //   code(x) = (bits(x + knee) - bits(knee)) >> 19        x >= 0, knee a power of two
 //   x(code) = float(bits(knee) + (code << 19)) - knee
@@ -26,22 +26,24 @@ namespace castor::detail {
 inline constexpr std::uint32_t kCodeShift = 19;  // of the 23 bits of mantissa, 4 stay
 inline constexpr std::uint32_t kCodeStep = 1u << kCodeShift;
 
-/// 2^-kRange of the power of two above a block's largest magnitude is its knee.
-/// exp_avg has a sign and 7 bits: codes up to 113. exp_avg_sq has 8: codes up to 241. Its reach,
-/// 2^-19 of the largest, is that of 2^-9.5 of its square root, which is what divides.
+/// Exponents of a block's knee, which is 2^-kRange of the power of two above the block's largest
+/// magnitude. exp_avg has a sign and 7 bits: codes up to 113. exp_avg_sq has 8 bits: codes up to
+/// 241. The reach of exp_avg_sq, 2^-19 of the largest, is that of 2^-9.5 of its square root, by
+/// which the update divides.
 inline constexpr std::uint32_t kExpAvgRange = 7;
 inline constexpr std::uint32_t kExpAvgSqRange = 15;
 
-/// Knees of 2^-122 at least, so that a step (knee / 16) is not subnormal.
+/// Smallest biased exponent of a knee: knees are 2^-122 at least, so that a step (knee / 16) is not
+/// subnormal.
 inline constexpr std::uint32_t kMinKneeExponent = 5;
 
-/// Bits of |x|: ordered as the magnitudes are, infinity and NaN above them.
+/// Returns the bits of |x|: ordered as the magnitudes are, infinity and NaN above them.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint32_t magnitude_bits(float x) noexcept {
   return std::bit_cast<std::uint32_t>(x) & 0x7fffffffu;
 }
 
-/// The knee for a block whose largest magnitude has these bits, with any sign. NaN, if it is not
-/// finite.
+/// Returns the knee for a block whose largest magnitude has these bits, with any sign; NaN, if that
+/// magnitude is not finite.
 template <std::uint32_t range>
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr float knee_of(std::uint32_t largest_bits) noexcept {
   const std::uint32_t exponent = (largest_bits >> 23) & 0xffu;
@@ -52,28 +54,28 @@ template <std::uint32_t range>
   return std::bit_cast<float>(knee << 23);
 }
 
-// `random` is uniform in [0, kCodeStep): the mean of the result is exact; or kCodeStep / 2, to
-// round to nearest. For a NaN knee codes mean nothing, and decoding gives NaN.
+// With `random` uniform in [0, kCodeStep), the mean of the result is exact; with kCodeStep / 2 it
+// is rounded to nearest. For a NaN knee codes mean nothing, and decoding gives NaN.
 //
-// The codes of two elements are a 16-bit number, the first in its lower byte. What a function of
-// one element has in common with that of two ends at the code in a 32-bit number: from bit
-// kCodeShift on, or in the uppermost byte.
+// The codes of two elements are a 16-bit number, the first in its lower byte. The functions of one
+// element and those of two share the steps up to the code in a 32-bit number: from bit kCodeShift
+// on, or in the uppermost byte.
 
-/// The magnitude's code, from bit kCodeShift on; below it is what was rounded off.
+/// Returns the magnitude's code, from bit kCodeShift on; the bits below are those rounded off.
 [[nodiscard]] CASTOR_ELEMENTWISE std::uint32_t compress_exp_avg(float value, float knee,
                                                                 std::uint32_t random) noexcept {
   const float shifted = std::bit_cast<float>(magnitude_bits(value)) + knee;
   return std::bit_cast<std::uint32_t>(shifted) + (random - std::bit_cast<std::uint32_t>(knee));
 }
 
-/// Sign and magnitude.
+/// Returns the code with sign and magnitude.
 [[nodiscard]] CASTOR_ELEMENTWISE std::uint8_t encode_exp_avg(float value, float knee,
                                                              std::uint32_t random) noexcept {
   const std::uint32_t sign = (std::bit_cast<std::uint32_t>(value) >> 24) & 0x80u;
   return static_cast<std::uint8_t>(sign | compress_exp_avg(value, knee, random) >> kCodeShift);
 }
 
-/// encode_exp_avg of two.
+/// Applies encode_exp_avg to two values.
 [[nodiscard]] CASTOR_ELEMENTWISE std::uint16_t encode_exp_avg(Pair<float> values, float knee,
                                                               Pair<std::uint32_t> random) noexcept {
   const Pair<std::uint32_t> bits = bits_of(values);
@@ -84,7 +86,7 @@ template <std::uint32_t range>
                                     ((bits.first >> 24) & 0x80u) | ((bits.second >> 16) & 0x8000u));
 }
 
-/// From the code in the uppermost byte, whatever is below.
+/// Decodes the code in the uppermost byte, whatever the bits below are.
 [[nodiscard]] CASTOR_ELEMENTWISE float expand_exp_avg(std::uint32_t high, float knee) noexcept {
   const std::uint32_t steps = (high >> (24 - kCodeShift)) & (0x7fu << kCodeShift);
   const float magnitude = std::bit_cast<float>(std::bit_cast<std::uint32_t>(knee) + steps) - knee;
@@ -95,21 +97,21 @@ template <std::uint32_t range>
   return expand_exp_avg(std::uint32_t{code} << 24, knee);
 }
 
-/// decode_exp_avg of two.
+/// Applies decode_exp_avg to two codes.
 [[nodiscard]] CASTOR_ELEMENTWISE Pair<float> decode_exp_avg(std::uint16_t codes,
                                                             float knee) noexcept {
   return {expand_exp_avg(std::uint32_t{codes} << 24, knee),
           expand_exp_avg(std::uint32_t{codes} << 16, knee)};
 }
 
-/// What code 0 of exp_avg_sq reads as, where the block is not all zero: half the smallest step. A
-/// step of Adam is m / sqrt(v), and were v lost while m is not, eps alone would bound it.
+/// Returns the value of code 0 of exp_avg_sq, where the block is not all zero: half the smallest
+/// step. A step of Adam is m / sqrt(v); were v lost while m is not, eps alone would bound it.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr float floor_of(float knee) noexcept {
   return knee * 0x1p-5f;
 }
 
-/// The code, from bit kCodeShift on; below it is what was rounded off. `value` is not negative;
-/// below the floor it counts as the floor.
+/// Returns the code, from bit kCodeShift on; the bits below are those rounded off. `value` is not
+/// negative; below the floor it counts as the floor.
 [[nodiscard]] CASTOR_ELEMENTWISE std::uint32_t compress_exp_avg_sq(float value, float knee,
                                                                    std::uint32_t random) noexcept {
   const float sum = value + (knee - floor_of(knee));
@@ -123,7 +125,7 @@ template <std::uint32_t range>
   return static_cast<std::uint8_t>(compress_exp_avg_sq(value, knee, random) >> kCodeShift);
 }
 
-/// encode_exp_avg_sq of two.
+/// Applies encode_exp_avg_sq to two values.
 [[nodiscard]] CASTOR_ELEMENTWISE std::uint16_t encode_exp_avg_sq(
     Pair<float> values, float knee, Pair<std::uint32_t> random) noexcept {
   const std::uint32_t first = compress_exp_avg_sq(values.first, knee, random.first);
@@ -132,7 +134,7 @@ template <std::uint32_t range>
                                     ((second >> (kCodeShift - 8)) & 0xff00u));
 }
 
-/// From the code at bit kCodeShift, whatever is around it.
+/// Decodes the code at bit kCodeShift, whatever the bits around it are.
 [[nodiscard]] CASTOR_ELEMENTWISE float expand_exp_avg_sq(std::uint32_t shifted,
                                                          float knee) noexcept {
   const std::uint32_t steps = shifted & (0xffu << kCodeShift);
@@ -143,7 +145,7 @@ template <std::uint32_t range>
   return expand_exp_avg_sq(std::uint32_t{code} << kCodeShift, knee);
 }
 
-/// decode_exp_avg_sq of two.
+/// Applies decode_exp_avg_sq to two codes.
 [[nodiscard]] CASTOR_ELEMENTWISE Pair<float> decode_exp_avg_sq(std::uint16_t codes,
                                                                float knee) noexcept {
   return {expand_exp_avg_sq(std::uint32_t{codes} << kCodeShift, knee),

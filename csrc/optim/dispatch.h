@@ -10,10 +10,10 @@
 
 namespace castor::detail {
 
-/// While it lives, this thread rounds to nearest and takes subnormal operands and results as zero;
-/// the old mode comes back with its destructor. It spares the loops the 100x cost of a subnormal,
-/// and makes the bits independent of how the calling thread was set. Worker threads do not inherit
-/// the mode, so each task has its own.
+/// Scope in which this thread rounds to nearest and takes subnormal operands and results as zero;
+/// the destructor restores the old mode. It spares the loops the 100x cost of a subnormal, and
+/// makes the bits independent of the calling thread's mode. Worker threads do not inherit the mode,
+/// so each task has a scope of its own.
 class ScopedFlushToZero {
  public:
 #if defined(__x86_64__)
@@ -58,7 +58,8 @@ template <typename Body>
 }
 #endif
 
-/// Runs body() compiled for `isa`, which must be one of supported_isas(), as the thread rounds ...
+/// Runs body() compiled for `isa`, which must be one of supported_isas(), with the rounding mode of
+/// the thread.
 template <typename Body>
 void run_as_is_on(Isa isa, const Body& body) {
   switch (isa) {
@@ -70,7 +71,7 @@ void run_as_is_on(Isa isa, const Body& body) {
   }
 }
 
-/// ... or to nearest, flushing subnormals.
+/// Runs body() compiled for `isa`, rounding to nearest and flushing subnormals.
 template <typename Body>
 void run_on(Isa isa, const Body& body) {
   const ScopedFlushToZero flush;

@@ -1,8 +1,8 @@
 #pragma once
 
 // Internal to csrc/optim: the loops of rules that update one element after another and keep at most
-// one fp32 state of each. A rule brings the function of one element; what a weight and its master
-// are in each type and state format is here.
+// one fp32 state of each. A rule brings the function of one element. This file says what a weight
+// and its master are in each type and state format.
 
 #include <cstddef>
 #include <cstdint>
@@ -19,14 +19,15 @@
 
 namespace castor::detail {
 
-/// What an element function takes and gives; the state is 0 where the rule keeps none.
+/// Argument and result of an element function; `state` is 0 where the rule keeps none.
 struct ElementState {
   float weight;
   float state;
 };
 
-/// Runs `Element` (operator()(ElementState old, float grad), kHasState) over fp32 masters: the
-/// parameters themselves, or kept beside 16-bit ones, as AdamSegment describes for kFp32.
+/// Runs `Element` (operator()(ElementState old, float grad), kHasState) over fp32 masters. The
+/// masters are the parameters themselves, or kept beside 16-bit ones, as AdamSegment describes for
+/// kFp32.
 template <typename Element, ScalarType type>
 struct MasterLoop {
   using Codec = ScalarCodec<type>;
@@ -73,7 +74,7 @@ struct MasterLoop {
   }
 };
 
-/// ... over masters whose upper halves are the parameters (docs/design/0012).
+/// Runs `Element` over masters whose upper halves are the parameters (docs/design/0012).
 template <typename Element>
 struct SplitMasterLoop {
   const UpdateSegment& segment;
@@ -106,7 +107,7 @@ struct SplitMasterLoop {
   }
 };
 
-/// What update_elements refuses about a segment; empty if nothing is.
+/// Returns why update_elements refuses a segment; empty if it does not.
 [[nodiscard]] inline std::string complaint_about(const UpdateSegment& segment, bool split,
                                                  std::size_t num_states) {
   if (segment.param == nullptr || segment.grad == nullptr)
@@ -126,7 +127,8 @@ struct SplitMasterLoop {
   return {};
 }
 
-/// UpdateRule::update of a rule whose coefficients are an `Element`, on one of supported_isas().
+/// Implements UpdateRule::update for a rule whose coefficients are an `Element`, on one of
+/// supported_isas().
 template <typename Element>
 void update_elements(const UpdateRule& rule, Executor& executor,
                      std::span<const UpdateSegment> segments, Isa isa) {

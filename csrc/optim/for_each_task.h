@@ -9,11 +9,11 @@
 
 namespace castor::detail {
 
-/// Elements of an array that one task converts; a multiple of kMomentBlock.
+/// Number of elements of an array that one task converts; a multiple of kMomentBlock.
 inline constexpr std::size_t kConvertTaskElements = 64 * 1024;
 
-/// body(begin, count) for pieces of [0, numel), on the calling thread if `executor` is null or
-/// there is but one.
+/// Calls body(begin, count) for pieces of [0, numel). Runs on the calling thread if `executor` is
+/// null or there is only one piece.
 template <typename Body>
 void for_each_task(Executor* executor, std::size_t numel, const Body& body) {
   const std::size_t num_tasks = (numel + kConvertTaskElements - 1) / kConvertTaskElements;

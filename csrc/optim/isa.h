@@ -6,9 +6,9 @@
 
 namespace castor {
 
-/// Instruction sets the optimizer loops are compiled for. All give the same bits; they differ in
-/// speed only. kBaseline is what the compiler targets by default (SSE2 on x86-64) and is the only
-/// one on other architectures.
+/// Instruction sets that the optimizer loops are compiled for. All give the same bits; they differ
+/// in speed only. kBaseline is the compiler's default target (SSE2 on x86-64) and the only one on
+/// other architectures.
 enum class Isa : std::uint8_t { kBaseline, kAvx2, kAvx512 };
 
 [[nodiscard]] constexpr std::string_view to_string(Isa isa) noexcept {
@@ -20,10 +20,11 @@ enum class Isa : std::uint8_t { kBaseline, kAvx2, kAvx512 };
   return "unknown";
 }
 
-/// What this processor and operating system can run, slowest first; never empty.
+/// Returns the instruction sets that this processor and operating system can run, slowest first;
+/// never empty.
 [[nodiscard]] std::span<const Isa> supported_isas() noexcept;
 
-/// The one used when none is asked for: the last of supported_isas().
+/// Returns the instruction set that is used when none is asked for: the last of supported_isas().
 [[nodiscard]] Isa best_isa() noexcept;
 
 }  // namespace castor

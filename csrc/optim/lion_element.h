@@ -11,7 +11,8 @@ namespace castor {
 /// castor.optim.Lion's own step, with its bits:
 ///   w *= 1 - lr * weight_decay;  w -= lr * sign(beta1 * m + (1 - beta1) * g)
 ///   m = beta2 * m + (1 - beta2) * g
-/// Made once for each parameter and step (RuleCoefficients), with everything rounded once.
+/// An object is made once for each parameter and step (RuleCoefficients), with everything rounded
+/// once.
 struct LionElement {
   static constexpr bool kHasState = true;
 

@@ -8,8 +8,8 @@
 
 namespace castor {
 
-/// Lion (lion_element.h), with the bits of castor.optim.Lion's own step in fp32 on the CPU:
-/// subnormals alone are taken as zero.
+/// Lion (lion_element.h), with the bits of castor.optim.Lion's own step in fp32 on the CPU, except
+/// that subnormals are taken as zero.
 class LionRule final : public UpdateRule {
  public:
   static constexpr std::string_view kName = "lion";
@@ -23,7 +23,7 @@ class LionRule final : public UpdateRule {
   [[nodiscard]] RuleCoefficients coefficients(const RuleOptions& options, std::int64_t step,
                                               double grad_scale) const override;
   void update(Executor& executor, std::span<const UpdateSegment> segments) const override;
-  /// ... on one of supported_isas().
+  /// Updates the segments on one of supported_isas().
   void update_on(Executor& executor, std::span<const UpdateSegment> segments, Isa isa) const;
 };
 

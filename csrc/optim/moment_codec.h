@@ -1,6 +1,6 @@
 #pragma once
 
-// Internal to csrc/optim and the CUDA kernels: how kSplit and kSplitBf16 keep a moment.
+// Internal to csrc/optim and the CUDA kernels: storage of a moment in kSplit and kSplitBf16.
 
 #include <cstdint>
 
@@ -27,7 +27,7 @@ struct Bf16Moments {
   CASTOR_ELEMENTWISE static std::uint16_t round(float value, std::uint32_t random) noexcept {
     return round_stochastically_to_bfloat16(value, random);
   }
-  /// round of two, as a pair.
+  /// Rounds two values, and returns them as a pair.
   CASTOR_ELEMENTWISE static std::uint32_t round(Pair<float> values,
                                                 Pair<std::uint32_t> random) noexcept {
     const Pair<std::uint32_t> bits = bits_of(values);

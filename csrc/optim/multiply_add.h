@@ -6,10 +6,10 @@
 
 namespace castor::detail {
 
-/// a * b + c, rounded once, on every instruction set. torch's add with an alpha, vectorised or not,
-/// is `other * alpha + self` in one instruction where the processor has AVX2: a rule that has to
-/// give torch's bits has to fuse where torch does, and nowhere else. Without the instruction (the
-/// baseline of x86-64) the C library computes the same bits, slowly.
+/// Returns a * b + c, rounded once, on every instruction set. Where the processor has AVX2, torch's
+/// add with an alpha is `other * alpha + self` in one instruction, vectorised or not. A rule that
+/// has to give torch's bits has to fuse where torch does, and nowhere else. Without the instruction
+/// (the baseline of x86-64) the C library computes the same bits, slowly.
 [[nodiscard]] CASTOR_ELEMENTWISE float multiply_add(float a, float b, float c) noexcept {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(a, b, c);

@@ -2,8 +2,8 @@
 
 // Internal to csrc/optim: two consecutive 16-bit elements as one 32-bit number, the first in its
 // lower half. A loop over pairs stays in 32-bit lanes from load to store: a shift or a mask makes
-// an fp32 of each half, where one element a lane has to be widened and narrowed by shuffles, of
-// which a core does half as many in a cycle.
+// an fp32 of each half. With one element a lane, the elements have to be widened and narrowed by
+// shuffles, and a core does half as many of those in a cycle.
 
 #include <bit>
 #include <cstddef>
@@ -25,7 +25,7 @@ struct Pair {
 inline constexpr std::uint32_t kUpperHalf = 0xffff0000u;
 inline constexpr std::uint32_t kLowerHalf = 0x0000ffffu;
 
-/// Elements 2 * i and 2 * i + 1 of an array of 16-bit elements.
+/// Loads elements 2 * i and 2 * i + 1 of an array of 16-bit elements.
 template <typename T>
 [[nodiscard]] CASTOR_ELEMENTWISE std::uint32_t load_pair(const T* array, std::size_t i) noexcept {
   static_assert(sizeof(T) == 2);
@@ -40,7 +40,7 @@ CASTOR_ELEMENTWISE void store_pair(T* array, std::size_t i, std::uint32_t pair) 
   std::memcpy(array + 2 * i, &pair, sizeof pair);
 }
 
-/// from_bfloat16 of both.
+/// Applies from_bfloat16 to both elements.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr Pair<float> pair_from_bfloat16(
     std::uint32_t pair) noexcept {
   return {std::bit_cast<float>(pair << 16), std::bit_cast<float>(pair & kUpperHalf)};

@@ -13,7 +13,8 @@ namespace castor {
 // flush-to-zero mode) gives the same bits.
 
 namespace detail {
-/// condition ? a : b, without the branch that GCC may make of that and that stops its vectoriser.
+/// Returns condition ? a : b, without the branch that GCC may make of the expression and that stops
+/// its vectoriser.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint32_t blend(bool condition, std::uint32_t a,
                                                                std::uint32_t b) noexcept {
   const std::uint32_t mask = 0u - static_cast<std::uint32_t>(condition);
@@ -26,7 +27,7 @@ namespace detail {
 }
 }  // namespace detail
 
-/// Round to nearest, ties AWAY from zero. So every master lies within [-0x8000, 0x7fff] steps of
+/// Rounds to nearest, ties AWAY from zero. So every master lies within [-0x8000, 0x7fff] steps of
 /// its bf16 value, and (bf16, signed 16-bit remainder) is an exact fp32; with ties to even, two
 /// masters would share one pair. Overflow gives infinity; NaN stays NaN, its sign kept.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint16_t round_to_bfloat16(float value) noexcept {
@@ -40,7 +41,7 @@ namespace detail {
   return std::bit_cast<float>(std::uint32_t{bits} << 16);
 }
 
-/// Round to nearest, ties to even, as F16C and torch do. Magnitudes from 65520 give infinity; NaN
+/// Rounds to nearest, ties to even, as F16C and torch do. Magnitudes from 65520 give infinity; NaN
 /// stays NaN and becomes quiet.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint16_t round_to_float16(float value) noexcept {
   constexpr std::uint32_t kOverflow = 0x47800000u;   // 2^16: from here on infinity
@@ -59,7 +60,7 @@ namespace detail {
   return static_cast<std::uint16_t>(((bits >> 16) & 0x8000u) | result);
 }
 
-/// Exact. A signalling NaN becomes quiet.
+/// Converts exactly. A signalling NaN becomes quiet.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr float from_float16(std::uint16_t bits) noexcept {
   constexpr std::uint32_t kRebias = 112u << 23;
   const std::uint32_t magnitude = std::uint32_t{bits} & 0x7fffu;
@@ -74,7 +75,7 @@ namespace detail {
   return std::bit_cast<float>(((std::uint32_t{bits} & 0x8000u) << 16) | result);
 }
 
-/// How an array of a ScalarType is stored, read and written.
+/// Storage of an array of a ScalarType, with the conversions that read and write an element.
 template <ScalarType type>
 struct ScalarCodec;
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Internal to csrc/optim: what rules ask of a group's options.
+// Internal to csrc/optim: checks of a group's options.
 
 #include <cmath>
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace castor::detail {
 
-/// Checks of the options of `rule`, as users call it. Each throws InvalidArgument.
+/// Checks of the options of `rule`, which is named as users call it. Each throws InvalidArgument.
 class OptionCheck {
  public:
   explicit OptionCheck(std::string_view rule) : rule_(rule) {}
@@ -28,7 +28,7 @@ class OptionCheck {
     if (!(value >= 0.0 && value < 1.0))
       refuse(name, " must be in [0, 1), got ", value);
   }
-  /// Of every update.
+  /// Checks the step and the gradient scale of an update.
   void step(std::int64_t step, double grad_scale) const {
     if (step < 1)
       throw InvalidArgument(rule_ + ": step counts from 1, got " + std::to_string(step));

@@ -5,9 +5,10 @@
 
 namespace castor {
 
-/// The rule that updates parameters of `type` where others have `rule`: that one; but fp32
-/// parameters, which are their own masters, are not split, and get the same rule in kFp32. It
-/// lives as long as `rule`, or as the process.
+/// Returns the rule that updates parameters of `type` where others have `rule`. That is `rule`
+/// itself, except for fp32 parameters of a split format: they are their own masters and are not
+/// split, so they get the same rule in kFp32. The result lives as long as `rule`, or as the
+/// process.
 [[nodiscard]] const UpdateRule& rule_of_type(const UpdateRule& rule, ScalarType type);
 
 }  // namespace castor

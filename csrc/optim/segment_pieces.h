@@ -11,14 +11,15 @@
 
 namespace castor::detail {
 
-/// Elements a task updates: 256 KiB of each fp32 array, long enough to hide a task's cost and short
-/// enough to balance the threads.
+/// Number of elements that a task updates: 256 KiB of each fp32 array, long enough to hide a task's
+/// cost and short enough to balance the threads.
 inline constexpr std::size_t kTaskElements = 64 * 1024;
 
-/// What starting a segment costs, in elements: bounds the segments of a task.
+/// Cost of starting a segment, in elements: bounds the segments of a task.
 inline constexpr std::size_t kSegmentCost = 64;
 
-/// A long segment is cut at multiples of this, so that tasks share neither cache lines nor blocks.
+/// Number of elements; a long segment is cut at multiples of it, so that tasks share neither cache
+/// lines nor blocks.
 inline constexpr std::size_t kCutElements = kMomentBlock;
 
 struct PieceCursor {
@@ -26,7 +27,8 @@ struct PieceCursor {
   std::size_t offset;
 };
 
-/// Cuts the segments, in order, into tasks of about kTaskElements; gives each task's beginning.
+/// Cuts the segments, in order, into tasks of about kTaskElements, and returns the beginning of
+/// each task.
 template <typename Segment>
 [[nodiscard]] std::vector<PieceCursor> cut_into_tasks(std::span<const Segment> segments) {
   std::vector<PieceCursor> begins;

@@ -11,7 +11,8 @@ namespace castor {
 ///   g = grad, or -grad;  g += weight_decay * w
 ///   b = g at the first step, then momentum * b + (1 - dampening) * g
 ///   w -= lr * (b, or with nesterov g + momentum * b)
-/// Made once for each parameter and step (RuleCoefficients), with everything rounded once.
+/// An object is made once for each parameter and step (RuleCoefficients), with everything rounded
+/// once.
 template <bool has_buffer>
 struct SgdElement {
   static constexpr bool kHasState = has_buffer;
@@ -22,8 +23,8 @@ struct SgdElement {
   float momentum;
   float one_minus_dampening;
   bool decays;       ///< whether torch adds the decay at all: -0 + 0 * w is not -0
-  bool accelerates;  ///< momentum is not 0: else the buffer stays as it is
-  bool first;        ///< of the buffer
+  bool accelerates;  ///< whether momentum is not 0; else the buffer stays as it is
+  bool first;        ///< whether this is the buffer's first step
   bool nesterov;
 
   [[nodiscard]] CASTOR_ELEMENTWISE detail::ElementState operator()(detail::ElementState old,

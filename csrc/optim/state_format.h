@@ -6,8 +6,8 @@
 
 namespace castor {
 
-/// How the optimizer state of a parameter is kept (docs/design/0012). Every format but kFp32 is for
-/// bf16 parameters, whose upper 16 bits of the fp32 master are the parameter itself.
+/// Format of the optimizer state of a parameter (docs/design/0012). Every format but kFp32 is for
+/// bf16 parameters, which are themselves the upper 16 bits of the fp32 master.
 enum class StateFormat : std::uint8_t {
   kFp32,       ///< fp32 master (16-bit parameters), fp32 moments
   kSplit,      ///< 16-bit remainder of the master, fp32 moments: kFp32's weights, bit for bit
@@ -15,13 +15,13 @@ enum class StateFormat : std::uint8_t {
   kSplitInt8,  ///< remainder; 8-bit moments in blocks with a scale each, rounded stochastically
 };
 
-/// Elements of a parameter that share one pair of scales in kSplitInt8. Blocks count from element 0
-/// of the chunk (of the parameter, where it stands alone), so parameters begin at multiples of this
-/// and only their ends have shorter blocks.
+/// Number of elements of a parameter that share one pair of scales in kSplitInt8. Blocks count from
+/// element 0 of the chunk (of the parameter, where it stands alone). So parameters begin at
+/// multiples of this and only their ends have shorter blocks.
 inline constexpr std::size_t kMomentBlock = 256;
 
-/// The scales of one block: the knees of its two maps (optim/block_moments.h), powers of two. NaN
-/// where a moment of the block is not finite: all of the block's moments then read as NaN.
+/// Scales of one block: the knees of its two maps (optim/block_moments.h), powers of two. A scale
+/// is NaN where a moment of the block is not finite: all of the block's moments then read as NaN.
 struct MomentScales {
   float exp_avg = 0.0f;
   float exp_avg_sq = 0.0f;
@@ -33,10 +33,10 @@ struct StateBytes {
   std::size_t master = 0;      ///< fp32 master
   std::size_t remainder = 0;   ///< low half of the master
   std::size_t exp_avg = 0;     ///< float, bf16 bits, or 8-bit codes
-  std::size_t exp_avg_sq = 0;  ///< as exp_avg
+  std::size_t exp_avg_sq = 0;  ///< same types as exp_avg
 };
 
-/// For 16-bit parameters; fp32 ones are their own master.
+/// Returns the bytes for 16-bit parameters; fp32 ones are their own master.
 [[nodiscard]] constexpr StateBytes state_bytes(StateFormat format) noexcept {
   switch (format) {
     case StateFormat::kFp32: return {.master = 4, .exp_avg = 4, .exp_avg_sq = 4};
@@ -47,7 +47,7 @@ struct StateBytes {
   return {};
 }
 
-/// Begun blocks of `numel` elements.
+/// Returns the number of begun blocks of `numel` elements.
 [[nodiscard]] constexpr std::size_t num_moment_blocks(std::size_t numel) noexcept {
   return (numel + kMomentBlock - 1) / kMomentBlock;
 }

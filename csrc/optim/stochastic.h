@@ -8,26 +8,28 @@
 
 namespace castor {
 
-/// What the random bits of one parameter's update depend on besides the element: so the same seed
-/// gives the same bits whatever the tasks, the threads, the chunks and the machine.
+/// Key of the random bits of one parameter's update, which depend on nothing but the key and the
+/// element. So the same seed gives the same bits whatever the tasks, the threads, the chunks and
+/// the machine.
 class RoundingKey {
  public:
   CASTOR_ELEMENTWISE constexpr RoundingKey() noexcept {}
 
-  /// `stream` tells the parameters of an optimizer apart (its index among them), `step` counts from
-  /// 1.
+  /// Makes the key of one parameter at one step. `stream` tells the parameters of an optimizer
+  /// apart (its index among them); `step` counts from 1.
   CASTOR_ELEMENTWISE constexpr RoundingKey(std::uint64_t seed, std::uint64_t stream,
                                            std::int64_t step) noexcept
       : bits_(mix(mix(mix(seed) + stream) + static_cast<std::uint64_t>(step))) {}
 
-  /// 64 random bits for each counter.
+  /// Returns 64 random bits for each counter.
   [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint64_t at(
       std::uint64_t counter) const noexcept {
     return mix(bits_ + counter);
   }
 
  private:
-  /// A step of splitmix64 (Steele, Lea & Flood 2014, Fast splittable pseudorandom generators).
+  /// Makes a step of splitmix64 (Steele, Lea & Flood 2014, Fast splittable pseudorandom
+  /// generators).
   CASTOR_ELEMENTWISE static constexpr std::uint64_t mix(std::uint64_t x) noexcept {
     x += 0x9e3779b97f4a7c15u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -38,14 +40,16 @@ class RoundingKey {
   std::uint64_t bits_ = 0;
 };
 
-/// Elements that share a RoundingSequence.
+/// Number of elements that share a RoundingSequence.
 inline constexpr std::size_t kRoundingBlock = 1024;
 
-/// Random numbers for consecutive elements, one addition each: `start + step * x`, modulo 2^32, for
-/// element x of its rounding block, of which the upper bits are used. Multiply-shift hashing
-/// (Dietzfelbinger 1996, Universal hashing and k-wise independent random variables via integer
-/// arithmetic without primes): with start and step random, the upper 16 or 19 bits of any two
-/// elements are uniform and independent, so that their rounding errors add up as independent ones.
+/// Random numbers for consecutive elements, for one addition each: `start + step * x`, modulo 2^32,
+/// for element x of its rounding block. The upper bits are used.
+///
+/// This is multiply-shift hashing (Dietzfelbinger 1996, Universal hashing and k-wise independent
+/// random variables via integer arithmetic without primes). With start and step random, the upper
+/// 16 or 19 bits of any two elements are uniform and independent, so that their rounding errors add
+/// up as independent ones.
 struct RoundingSequence {
   /// Begins at element `index` of the parameter.
   CASTOR_ELEMENTWISE RoundingSequence(RoundingKey key, std::uint64_t index) noexcept {
@@ -61,11 +65,12 @@ struct RoundingSequence {
 
 namespace detail {
 
-/// One of the two bf16 numbers around `value`, the farther the less likely, so that the mean is
-/// exact: `random` is uniform in [0, 2^16). A bf16 number is kept. From beyond the largest bf16 the
-/// other neighbour is infinity; infinity stays. A NaN stays one if its low 16 bits are zero, as
-/// they are in one that a CPU's arithmetic makes or passes on from bf16 operands; a GPU's are not
-/// (0x7fffffff), see with_plain_nans.
+/// Returns one of the two bf16 numbers around `value`, the farther the less likely, so that the
+/// mean is exact: `random` is uniform in [0, 2^16). A bf16 number is kept. Beyond the largest bf16
+/// the other neighbour is infinity; infinity stays.
+///
+/// A NaN stays one if its low 16 bits are zero. They are in a NaN that a CPU's arithmetic makes or
+/// passes on from bf16 operands; a GPU's are not (0x7fffffff), see with_plain_nans.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint16_t round_stochastically_to_bfloat16(
     float value, std::uint32_t random) noexcept {
   return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(value) + random) >> 16);

@@ -17,7 +17,7 @@
 
 namespace castor {
 
-/// Of a state's elements.
+/// Type of a state's elements.
 enum class StateType : std::uint8_t { kFloat32, kBFloat16, kUInt8 };
 
 [[nodiscard]] constexpr std::size_t size_of(StateType type) noexcept {
@@ -26,15 +26,15 @@ enum class StateType : std::uint8_t { kFloat32, kBFloat16, kUInt8 };
 
 /// An array that a rule keeps of each parameter, besides the fp32 master. It begins as zeros.
 struct StateSpec {
-  std::string_view name;    ///< as torch.optim calls it: "exp_avg"
-  std::string_view plural;  ///< for messages: "scales of the moments"
+  std::string_view name;    ///< name of the state in torch.optim: "exp_avg"
+  std::string_view plural;  ///< name in messages: "scales of the moments"
   StateType type = StateType::kFloat32;
-  /// 1: it has the parameter's shape. Otherwise each begun block of so many elements has `width`
-  /// values of its own: shape (blocks, width).
+  /// Elements in a block. 1: the state has the parameter's shape. Otherwise each begun block of so
+  /// many elements has `width` values of its own: shape (blocks, width).
   std::size_t block = 1;
   std::size_t width = 1;
 
-  /// Of the parameter's first `numel` elements.
+  /// Returns the bytes of the state for the parameter's first `numel` elements.
   [[nodiscard]] constexpr std::size_t bytes(std::size_t numel) const noexcept {
     return (numel + block - 1) / block * width * size_of(type);
   }
@@ -46,7 +46,8 @@ inline constexpr std::size_t kMaxRuleOptions = 8;
 /// A parameter group's options, in the order of UpdateRule::option_names().
 using RuleOptions = std::array<double, kMaxRuleOptions>;
 
-/// What a rule makes of options and step: a struct of its own that fits and can be copied as bytes.
+/// Coefficients that a rule makes of options and step: a struct of its own, which fits into kBytes
+/// and can be copied as bytes.
 class RuleCoefficients {
  public:
   static constexpr std::size_t kBytes = 64;
@@ -56,7 +57,7 @@ class RuleCoefficients {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= kBytes);
     std::memcpy(bytes_, &value, sizeof(T));
   }
-  /// Requires that it was made from a T.
+  /// Returns the T that this was made from; it must have been made from a T.
   template <typename T>
   [[nodiscard]] T as() const noexcept {
     std::array<std::byte, sizeof(T)> bytes;
@@ -68,24 +69,24 @@ class RuleCoefficients {
   alignas(8) std::byte bytes_[kBytes] = {};
 };
 
-/// A contiguous run of elements of one parameter, and where its arrays are.
+/// A contiguous run of elements of one parameter, and the addresses of its arrays.
 struct UpdateSegment {
-  void* param = nullptr;                       ///< of `type`, read and written
-  const void* grad = nullptr;                  ///< of `type`, read
-  float* master = nullptr;                     ///< 16-bit types in kFp32
-  std::int16_t* remainder = nullptr;           ///< in the other formats
+  void* param = nullptr;                       ///< elements of `type`, read and written
+  const void* grad = nullptr;                  ///< elements of `type`, read
+  float* master = nullptr;                     ///< fp32 masters of 16-bit types in kFp32
+  std::int16_t* remainder = nullptr;           ///< low halves of masters, in the other formats
   std::array<void*, kMaxRuleStates> states{};  ///< in the order of UpdateRule::states()
   ScalarType type = ScalarType::kFloat32;
   std::size_t numel = 0;
-  std::uint64_t first_element = 0;  ///< its index in the parameter
+  std::uint64_t first_element = 0;  ///< index of the first element in the parameter
   RuleCoefficients coefficients;
   RoundingKey rounding;
 };
 
-/// How an optimizer makes new weights of gradients: which states it keeps, which options a group
-/// has, and the update of a run of elements on the host. What one does not know is where arrays
-/// are and when it runs; a device finds its kernel by the rule's name (csrc/cuda/update_kernels.h).
-/// A rule is registered in update_rules.cc. Immutable, so safe to use from any thread.
+/// Update rule of an optimizer: the states that it keeps, the options that a group has, and the
+/// update of a run of elements on the host. A rule does not know where arrays are and when it runs;
+/// a device finds its kernel by the rule's name (csrc/cuda/update_kernels.h). A rule is registered
+/// in update_rules.cc. Immutable, so safe to use from any thread.
 class UpdateRule {
  public:
   static constexpr std::size_t kWholeParameter = ~std::size_t{0};
@@ -96,44 +97,45 @@ class UpdateRule {
   UpdateRule& operator=(const UpdateRule&) = delete;
 
   [[nodiscard]] virtual std::string_view name() const noexcept = 0;
-  /// At most kMaxRuleStates.
+  /// Returns the states, at most kMaxRuleStates.
   [[nodiscard]] virtual std::span<const StateSpec> states() const noexcept = 0;
-  /// At most kMaxRuleOptions.
+  /// Returns the names of the options, at most kMaxRuleOptions.
   [[nodiscard]] virtual std::span<const std::string_view> option_names() const noexcept = 0;
-  /// Elements that are updated together, counted from the parameter's first: 1, the elements of a
-  /// block, or kWholeParameter (a matrix). Segments begin at multiples of it.
+  /// Returns the number of elements that are updated together, counted from the parameter's first:
+  /// 1, the elements of a block, or kWholeParameter (a matrix). Segments begin at multiples of it.
   [[nodiscard]] virtual std::size_t granule() const noexcept = 0;
-  /// `step` counts from 1; `grad_scale` multiplies each gradient first. Throws InvalidArgument for
-  /// options out of range and anything not finite.
+  /// Computes the coefficients. `step` counts from 1; `grad_scale` multiplies each gradient first.
+  /// Throws InvalidArgument for options out of range and anything not finite.
   [[nodiscard]] virtual RuleCoefficients coefficients(const RuleOptions& options, std::int64_t step,
                                                       double grad_scale) const = 0;
-  /// One step of each segment, in tasks on `executor`; no two arrays may overlap. The bits do not
-  /// depend on how segments are cut, on the number of threads or on the instruction set.
+  /// Applies one step to each segment, in tasks on `executor`; no two arrays may overlap. The bits
+  /// do not depend on how segments are cut, on the number of threads or on the instruction set.
   virtual void update(Executor& executor, std::span<const UpdateSegment> segments) const = 0;
-  /// Whether an update with these options takes a step of the states: else they stay as they are,
-  /// and it does not count where steps are counted.
+  /// Returns whether an update with these options takes a step of the states. If not, the states
+  /// stay as they are, and the update does not count where steps are counted.
   [[nodiscard]] virtual bool steps_states(const RuleOptions& /*options*/) const noexcept {
     return true;
   }
 
-  /// How the masters of 16-bit parameters, and the states, are kept.
+  /// Returns the format in which the states, and the masters of 16-bit parameters, are kept.
   [[nodiscard]] StateFormat format() const noexcept { return format_; }
-  /// Whether the bits of masters are parameter and remainder together.
+  /// Returns whether parameter and remainder together are the bits of masters.
   [[nodiscard]] bool splits_masters() const noexcept { return format_ != StateFormat::kFp32; }
 
  private:
   const StateFormat format_;
 };
 
-/// Of the rules that are registered. Throws InvalidArgument for an unknown name, or a format that
+/// Makes one of the registered rules. Throws InvalidArgument for an unknown name, or a format that
 /// the rule does not have.
 [[nodiscard]] std::unique_ptr<UpdateRule> make_update_rule(std::string_view name,
                                                            StateFormat format);
-/// Those in which a rule can keep its states. Throws InvalidArgument for an unknown name.
+/// Returns the formats in which a rule can keep its states. Throws InvalidArgument for an unknown
+/// name.
 [[nodiscard]] std::span<const StateFormat> formats_of_rule(std::string_view name);
 
-/// Throws InvalidArgument, as coefficients() does at every step, with the position of the group
-/// whose options are wrong: before a step changes anything.
+/// Checks the options of all groups before a step changes anything. Throws InvalidArgument, as
+/// coefficients() does at every step, with the position of the group whose options are wrong.
 void check_options(const UpdateRule& rule, std::span<const RuleOptions> groups);
 
 }  // namespace castor

@@ -19,19 +19,19 @@ namespace castor {
 using CopyFunction = std::function<void(const CopyRequest& request)>;
 
 struct AsyncCopyOptions {
-  /// Bandwidth of an emulated link, for each direction on its own; 0: as fast as memory is. What a
-  /// GPU's link would do can then be tried, and overlap be proved, on any machine.
+  /// Bytes per second of an emulated link, for each direction on its own; 0: as fast as memory is.
+  /// With it the times of a GPU's link can be tried, and overlap be proved, on any machine.
   std::uint64_t bytes_per_second = 0;
-  /// What the threads run; memcpy by default. Tests delay and fail copies here.
+  /// Function that the threads run; memcpy by default. Tests delay and fail copies here.
   CopyFunction copy;
 };
 
-/// The copy engine of the CPU "device" that works beside the compute: one thread a direction, as a
-/// GPU has one stream a direction. submit() returns at once; copies of one direction run in the
-/// order of submission, those of different directions at the same time.
+/// The copy engine of the CPU "device" that works beside the compute, with one thread for each
+/// direction, as a GPU has one stream for each. submit() returns at once. Copies of one direction
+/// run in the order of submission, those of different directions at the same time.
 ///
 /// A copy that fails leaves the engine usable: its ticket is done, and every wait for it rethrows.
-/// Thread-safe. Destruction completes what was submitted.
+/// Thread-safe. Destruction completes the copies that were submitted.
 class AsyncCopyEngine final : public CopyEngine {
  public:
   /// Throws std::system_error if the system refuses a thread.
@@ -40,7 +40,8 @@ class AsyncCopyEngine final : public CopyEngine {
 
   /// Throws InvalidArgument if the spans differ in size or overlap.
   [[nodiscard]] CopyTicket submit(const CopyRequest& request) override;
-  /// Throws InvalidArgument for a ticket that was never given out; so does done().
+  /// Waits for the copy. Throws InvalidArgument for a ticket that was never given out; so does
+  /// done().
   void wait(CopyTicket ticket) override;
   [[nodiscard]] bool done(CopyTicket ticket) override;
   [[nodiscard]] bool asynchronous() const noexcept override { return true; }
@@ -56,7 +57,7 @@ class AsyncCopyEngine final : public CopyEngine {
   std::condition_variable_any submitted_;
   std::condition_variable completed_;
   CopyTickets tickets_ CASTOR_GUARDED_BY(mutex_);
-  // Not taken by the worker yet.
+  // Copies that the worker has not taken yet.
   std::array<std::deque<CopyRequest>, 2> queues_ CASTOR_GUARDED_BY(mutex_);
   // Last: their destructors stop and join them while everything above is still alive.
   std::array<std::jthread, 2> workers_;

@@ -9,26 +9,27 @@
 
 namespace castor {
 
-/// A thread that takes cores which have nothing else to do (SCHED_IDLE; as any other where the
-/// system refuses that): for work that what else the process does shall not wait for. Such a thread
-/// may stand still for as long as others keep all cores busy, so it is to hold no lock. One thread
-/// gives it work.
+/// A thread that runs only on cores with nothing else to do (SCHED_IDLE; an ordinary thread where
+/// the system refuses that). It is for work that the rest of the process shall not wait for. Such a
+/// thread may stand still for as long as others keep all cores busy, so its work must hold no lock.
+/// One thread gives it work.
 class IdleThread {
  public:
-  /// Throws std::system_error where no thread is to be had.
+  /// Starts the thread. Throws std::system_error where the system refuses one.
   IdleThread();
-  ~IdleThread() = default;  ///< Not in a forked child, where the thread that it waits for is not.
+  /// Waits for the thread. Must not run in a forked child, where the thread does not exist.
+  ~IdleThread() = default;
   IdleThread(const IdleThread&) = delete;
   IdleThread& operator=(const IdleThread&) = delete;
 
-  /// Runs `work` there; returns when it is over, and rethrows what it throws.
+  /// Runs `work` on the thread; returns when it is over, and rethrows its exception.
   void run(const std::function<void()>& work);
 
-  /// Processor time of all work so far.
+  /// Returns the processor time of all work so far, in seconds.
   [[nodiscard]] double seconds() const;
 
-  /// From now on where_idle() of the calling thread is run() of `thread`, until it is told of
-  /// another one; nullptr: of none.
+  /// Makes where_idle() of the calling thread run work on `thread`, until the next call; with
+  /// nullptr, on the calling thread itself.
   static void prefer(IdleThread* thread) noexcept;
 
  private:
@@ -43,8 +44,8 @@ class IdleThread {
   std::jthread thread_;
 };
 
-/// Runs `work`, which takes no lock, on the idle thread that the calling thread prefers, or on that
-/// itself where it prefers none.
+/// Runs `work`, which takes no lock, on the idle thread that the calling thread prefers. Where it
+/// prefers none, runs the work on the calling thread.
 void where_idle(const std::function<void()>& work);
 
 }  // namespace castor

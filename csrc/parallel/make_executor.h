@@ -7,9 +7,10 @@
 
 namespace castor {
 
-/// The executor of a session and of whoever else has no reason for another: TBB's.
-/// In a ThreadSanitizer build one of plain threads: what TBB hands from thread to thread, a
-/// sanitizer cannot see. `num_threads`: 0 for num_available_cores(). Throws as their constructors.
+/// Makes the executor of a session, and of everything else that has no reason for another: TBB's.
+/// In a ThreadSanitizer build it is one of plain threads, because a sanitizer cannot see how TBB
+/// hands work from thread to thread. `num_threads` of 0 means num_available_cores(). Throws the
+/// exceptions of the executors' constructors.
 [[nodiscard]] std::unique_ptr<Executor> make_executor(std::size_t num_threads = 0);
 
 }  // namespace castor

@@ -10,15 +10,16 @@ namespace castor {
 /// Executor over a TBB task arena of its own, so that other users of TBB in the process (torch, the
 /// user's code) neither take its threads nor see its tasks.
 ///
-/// A caller that waits works on its own loop only (isolation): it may hold a lock its own bodies do
-/// not take. Owned by the runtime; loops in flight must have ended before it is destroyed.
-/// Thread-safe.
+/// A caller that waits works on its own loop only (isolation), so it may hold a lock that its own
+/// bodies do not take. Owned by the runtime; loops in flight must have ended before it is
+/// destroyed. Thread-safe.
 class TbbExecutor final : public Executor {
  public:
-  /// As many threads as num_available_cores().
+  /// Makes as many threads as num_available_cores().
   TbbExecutor();
-  /// `num_threads` counts the calling thread. More threads than TBB's own limit (the cores) raise
-  /// that limit for the process while the executor lives. Throws InvalidArgument if it is 0.
+  /// Makes `num_threads` threads, the calling thread included. More threads than TBB's own limit
+  /// (the cores) raise that limit for the process while the executor lives. Throws InvalidArgument
+  /// if the number is 0.
   explicit TbbExecutor(std::size_t num_threads);
   ~TbbExecutor() override;
 

@@ -20,10 +20,10 @@ namespace castor {
 /// Owned by the runtime; loops in flight must have ended before it is destroyed. Thread-safe.
 class ThreadExecutor final : public Executor {
  public:
-  /// As many threads as num_available_cores().
+  /// Makes as many threads as num_available_cores().
   ThreadExecutor();
-  /// `num_threads` counts the calling thread. Throws InvalidArgument if it is 0, std::system_error
-  /// if the system refuses a thread.
+  /// Makes `num_threads` threads, the calling thread included. Throws InvalidArgument if the number
+  /// is 0, std::system_error if the system refuses a thread.
   explicit ThreadExecutor(std::size_t num_threads);
   ~ThreadExecutor() override;
 
@@ -40,7 +40,7 @@ class ThreadExecutor final : public Executor {
   Mutex mutex_;
   std::condition_variable_any loop_ready_;
   std::condition_variable loop_left_;
-  // Those with calls that nobody has taken yet.
+  // Loops with calls that nobody has taken yet.
   std::deque<Loop*> loops_ CASTOR_GUARDED_BY(mutex_);
   // Last: their destructors stop and join them while everything above is still alive.
   std::vector<std::jthread> workers_;

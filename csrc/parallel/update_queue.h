@@ -16,35 +16,36 @@
 
 namespace castor {
 
-/// Updates one chunk's home; may throw. `next`: the chunks whose updates will follow, as it looks
-/// now, a few of them.
+/// Updates the host storage of one chunk; may throw. `next` names a few chunks whose updates will
+/// probably follow.
 using UpdateFunction = std::function<void(std::span<const ChunkId> next)>;
 
-/// What an UpdateQueue runs first.
+/// Order in which an UpdateQueue runs updates.
 enum class UpdateOrder : std::uint8_t {
-  kWanted,     ///< a chunk that somebody waits for
-  kSubmitted,  ///< what was submitted first: on several ranks all update in the same order
+  kWanted,     ///< a chunk that somebody waits for goes first
+  kSubmitted,  ///< order of submission, so that several ranks update in the same order
 };
 
-/// Runs chunk updates one after the other on a thread of its own, in the order of submission but
-/// for what UpdateOrder says. An update may spread over an Executor.
+/// Runs chunk updates one after the other on a thread of its own, in the order of submission unless
+/// UpdateOrder says otherwise. An update may spread over an Executor.
 ///
 /// The first update that fails stops the queue: the rest is dropped, since half a step is worth
 /// nothing, and every later wait, drain and submit rethrows the failure. Thread-safe. Destruction
-/// completes what was submitted.
+/// completes the updates that were submitted.
 class UpdateQueue final : public PendingUpdates {
  public:
   /// Throws std::system_error if the system refuses a thread.
   explicit UpdateQueue(std::size_t num_chunks, UpdateOrder order = UpdateOrder::kWanted);
   ~UpdateQueue() override;
 
-  /// The chunk's update will run. Throws UsageError if one is pending already.
+  /// Queues the chunk's update. Throws UsageError if an update of the chunk is pending already.
   void submit(ChunkId chunk, UpdateFunction update);
   [[nodiscard]] bool pending(ChunkId chunk) const noexcept override;
   void wait(ChunkId chunk) override;
-  /// Returns when every update is over.
+  /// Waits until every update is over.
   void drain();
-  /// As drain, but forgets a failure instead: updates may be submitted again.
+  /// Same as drain(), but forgets a failure instead of rethrowing it: updates may be submitted
+  /// again.
   void abandon();
 
  private:

@@ -12,7 +12,7 @@
 
 namespace castor {
 
-/// The hyper-parameters of a group, from "lr", "beta1", "beta2", "eps", "weight_decay",
+/// Returns the hyper-parameters of a group, from "lr", "beta1", "beta2", "eps", "weight_decay",
 /// "decoupled" and "maximize".
 [[nodiscard]] AdamOptions adam_options(const pybind11::dict& group);
 
@@ -21,8 +21,8 @@ namespace castor {
 /// csrc/python.
 class AdamEntries {
  public:
-  /// Tells torch that the parameters have been written. Throws InvalidArgument for tensors of other
-  /// types, layouts or devices than Adam needs. Needs the GIL.
+  /// Collects the entries, and tells torch that the parameters have been written. Throws
+  /// InvalidArgument for tensors of other types, layouts or devices than Adam needs. Needs the GIL.
   AdamEntries(const std::vector<pybind11::dict>& entries, c10::Device device);
 
   [[nodiscard]] std::span<const AdamSegment> segments() const noexcept { return segments_; }
@@ -30,7 +30,8 @@ class AdamEntries {
  private:
   void append(const pybind11::dict& entry, c10::Device device);
 
-  /// `master` is the parameter itself when that is fp32, and absent in the split formats.
+  /// Tensors and options of an entry. `master` is the parameter itself when that is fp32, and
+  /// absent in the split formats.
   struct Tensors {
     at::Tensor param, grad, exp_avg, exp_avg_sq;
     std::optional<at::Tensor> master;
@@ -48,7 +49,7 @@ class AdamEntries {
   static Tensors tensors_of(const pybind11::dict& entry);
   static SplitTensors split_tensors_of(const pybind11::dict& entry, std::int64_t step);
 
-  std::deque<Tensors> tensors_;  // of which the segments hold pointers
+  std::deque<Tensors> tensors_;  // the segments hold pointers into these
   std::deque<SplitTensors> splits_;
   std::vector<AdamSegment> segments_;
 };

@@ -9,8 +9,8 @@
 
 namespace castor {
 
-/// What the capsule is called that carries a std::shared_ptr<DeviceBackend> to castor._C.Session.
-/// All modules come from one build: the name changes with the interface.
+/// Name of the capsule that carries a std::shared_ptr<DeviceBackend> to castor._C.Session. All
+/// modules come from one build: the name changes with the interface.
 inline constexpr const char* kDeviceBackendCapsule = "castor.DeviceBackend.5";
 
 [[nodiscard]] inline pybind11::capsule capsule_of(std::shared_ptr<DeviceBackend> backend) {

@@ -20,7 +20,7 @@
 
 namespace castor {
 
-/// What Python calls the values of an enum: the only place for these strings. Such an enum passes
+/// Python's names for the values of an enum: the only place for these strings. Such an enum passes
 /// the binding as its name, and castor._C.NAMES has all of them by kName.
 template <typename Enum>
 struct Names;
@@ -152,7 +152,7 @@ template <NamedEnum Enum>
   return "unknown";
 }
 
-/// Throws InvalidArgument, with the names there are.
+/// Returns the value with this name. Throws InvalidArgument, with the names there are.
 template <NamedEnum Enum>
 [[nodiscard]] Enum value_named(std::string_view name) {
   std::string known;

@@ -4,7 +4,7 @@
 
 namespace castor {
 
-/// The threads of every standalone HybridAdam of the process. Internal to csrc/python.
+/// Returns the executor of every standalone HybridAdam of the process. Internal to csrc/python.
 [[nodiscard]] Executor& shared_executor();
 
 }  // namespace castor

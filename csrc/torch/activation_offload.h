@@ -20,37 +20,39 @@
 
 namespace castor {
 
-/// Activations of a model's blocks that wait for backward in host memory (docs/design/0030).
+/// Store of the activations of a model's blocks that wait for backward in host memory
+/// (docs/design/0030).
 ///
-/// What autograd saves during a block's forward leaves the device when the next block begins. Where
-/// copies run beside the compute, it stays until the block after that begins, and comes back while
-/// the backward of the block behind it runs: what the device holds does not depend on how fast the
-/// link is, only how long anybody waits. The last block's is never copied.
+/// Tensors that a block's forward saves for backward leave the device when the next block begins.
+/// If copies run beside the compute, the tensors stay until the block after that begins, and come
+/// back while backward of the following block runs. So the bytes on the device do not depend on the
+/// speed of the link; only the waits do. Activations of the last block are never copied.
 ///
-/// What the host has no room for goes on to NVMe, where the session has pages for it: copied at
-/// once, written beside what follows, and read ahead of its block's backward.
+/// Activations that the host has no room for go on to NVMe, if the session has pages there. They
+/// are copied off the device at once, written in the background, and read ahead of their block's
+/// backward.
 ///
-/// Whoever else holds a tensor keeps its memory on the device, and backward reads it there. Views
-/// of one storage leave as one. Thread-safe. Owns a share of the session, and so do the tensors
-/// that it gives out: a graph may outlive the model.
+/// A tensor that somebody else holds keeps its memory on the device, and backward reads it there.
+/// Views of one storage leave together, as one storage. Thread-safe. This object owns a share of
+/// the session and is owned by the tensors that it saved: a graph may outlive the model.
 class ActivationOffload : public std::enable_shared_from_this<ActivationOffload> {
  private:
   struct Moved;
 
  public:
-  /// One forward of a block.
+  /// Forward pass of one block.
   class Pass {
     friend class ActivationOffload;
     std::weak_ptr<Pass> previous_;
     std::vector<std::weak_ptr<Moved>> moved_;
-    // Of those that have not left.
+    // Storages of the pass that have not left the device.
     std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Moved>> by_storage_;
   };
-  /// What autograd keeps of a tensor.
+  /// Record that autograd saves for backward in place of a tensor.
   class Saved {
     friend class ActivationOffload;
     std::shared_ptr<Pass> pass_;
-    std::shared_ptr<Moved> moved_;  // nullptr: the tensor stayed
+    std::shared_ptr<Moved> moved_;  // nullptr: the tensor stays where it is
     at::Tensor kept_;
     at::ScalarType type_ = at::kFloat;
     std::size_t offset_ = 0;  // elements
@@ -59,24 +61,25 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
     std::uint32_t version_ = 0;
   };
 
-  /// Bytes now, and of the whole run.
+  /// Byte counts: of the room that is free now, and of the full run.
   struct Figures {
-    std::size_t ready_host_bytes = 0;   ///< of the host, that the next activations may take
-    std::size_t ready_nvme_bytes = 0;   ///< of pages on NVMe; a tensor takes whole ones
-    std::uint64_t bytes_offloaded = 0;  ///< copied there so far
+    std::size_t ready_host_bytes = 0;  ///< bytes of free host buffers for the next activations
+    std::size_t ready_nvme_bytes = 0;  ///< bytes of free pages on NVMe; no two tensors share a page
+    std::uint64_t bytes_offloaded = 0;  ///< bytes copied to the host or to NVMe so far
   };
 
   explicit ActivationOffload(std::shared_ptr<Session> session);
 
-  /// A block's forward begins: what was saved before it leaves. Throws OutOfMemory of the host or
-  /// of NVMe, and what ChunkStream does.
+  /// Begins a block's forward: tensors that the blocks before have saved leave the device. Throws
+  /// OutOfMemory of the host or of NVMe, and what ChunkStream throws.
   [[nodiscard]] std::shared_ptr<Pass> begin();
-  /// What autograd keeps of a tensor that an operator of the pass saves. Parameters, tensors of
-  /// another device and small ones stay as they are; but their versions are checked as well.
+  /// Returns what autograd keeps of a tensor that an operator of the pass saves for backward.
+  /// Parameters, tensors of another device and small tensors stay as they are, but their versions
+  /// are checked as well.
   [[nodiscard]] std::shared_ptr<Saved> save(const std::shared_ptr<Pass>& pass,
                                             const at::Tensor& tensor);
-  /// The tensor, for backward; on the device. Throws UsageError where it was written in place since
-  /// it was saved, OutOfMemory where it does not fit, and what ChunkStream does.
+  /// Returns the tensor on the device, for backward. Throws UsageError where the tensor was written
+  /// in place since it was saved, OutOfMemory where it does not fit, and what ChunkStream throws.
   [[nodiscard]] at::Tensor restore(const Saved& saved);
 
   [[nodiscard]] Figures figures() const;
@@ -84,7 +87,7 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
  private:
   using Dropped = std::vector<c10::Storage>;  // freed without the mutex: Python may know them
 
-  /// Calls `function` with what is still needed of a pass.
+  /// Calls `function` for each storage of a pass that is still needed.
   template <typename Function>
   static void for_each(const Pass& pass, Function&& function);
   void send(Pass& pass);
@@ -98,14 +101,15 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   void forget(Moved& moved) noexcept;
 
   const std::shared_ptr<Session> session_;
-  std::optional<ActivationPages> pages_;  // nullopt: none on NVMe
-  Mutex mutex_;                           // guards passes, and what they moved, too
-  // Its forward runs, or was the last to; on its way to the host; restored from last.
+  std::optional<ActivationPages> pages_;  // nullopt: there are none
+  Mutex mutex_;                           // also guards passes and the storages that they moved
+  // Pass whose forward runs, or was the last to run; pass on its way to the host; pass that a
+  // tensor was restored from last.
   std::weak_ptr<Pass> latest_ CASTOR_GUARDED_BY(mutex_);
   std::weak_ptr<Pass> leaving_ CASTOR_GUARDED_BY(mutex_);
   std::weak_ptr<Pass> in_backward_ CASTOR_GUARDED_BY(mutex_);
   mutable Mutex homes_mutex_;  // a leaf, taken where graphs are dropped
-  // By size: the next step needs the same ones.
+  // Free host buffers by their size in bytes: the next step needs the same sizes.
   std::multimap<std::size_t, Block> free_homes_ CASTOR_GUARDED_BY(homes_mutex_);
   std::uint64_t bytes_offloaded_ CASTOR_GUARDED_BY(homes_mutex_) = 0;
 };

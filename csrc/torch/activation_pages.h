@@ -11,36 +11,36 @@
 
 namespace castor {
 
-/// Activations on NVMe that the host has no room for: bytes in pages, which are the chunks of a
-/// ChunkStream, written and read through its window, checksummed as all that lies there.
+/// Pages on NVMe for activations that the host has no room for. The pages are the chunks of a
+/// ChunkStream: they are written and read through its window, with checksums as everything on NVMe.
 ///
-/// Owned by an ActivationOffload; borrows the stream. Thread-safe; nobody reads pages that are
-/// being written. For what write and read throw see ChunkStream.
+/// Owned by an ActivationOffload; borrows the stream. Thread-safe, but no page may be read while it
+/// is being written. See ChunkStream for what write() and read() throw.
 class ActivationPages {
  public:
   static constexpr std::size_t kPageBytes = std::size_t{1} << 20;
-  /// Slots of the window: pages on their way while others are copied; and at least.
+  /// Window buffers, for pages on their way while others are copied: the most and the fewest.
   static constexpr std::size_t kSlots = 8;
   static constexpr std::size_t kLeastSlots = 2;
   using Pages = std::vector<std::size_t>;
 
   ActivationPages(ChunkStream& stream, std::size_t num_pages);
 
-  /// Pages for so many bytes; nullopt where there are too few.
+  /// Takes pages for `bytes` bytes; returns nullopt where too few are free.
   [[nodiscard]] std::optional<Pages> try_take(std::size_t bytes);
   void give_back(const Pages& pages) noexcept;
 
-  /// Copies what lies at an offset into a page, or out of it.
+  /// Function that copies the bytes at an offset into a page, or out of it.
   using Copy = std::function<void(std::size_t offset, std::span<std::byte> page)>;
-  /// Fills the pages with so many bytes; they are written beside what follows.
+  /// Fills the pages with `bytes` bytes. The pages are written to NVMe in the background.
   void write(const Pages& pages, std::size_t bytes, const Copy& fill);
   void read(const Pages& pages, std::size_t bytes, const Copy& take);
-  /// They will be read soon: as many as the window has room for are read ahead.
+  /// Announces that the pages will be read soon: reads ahead as many as the window has room for.
   void announce(const Pages& pages);
-  /// What was announced and not read will not be read soon.
+  /// Forgets the announced pages that were not read: they will not be read soon.
   void forget_announced() { stream_.forget_announced(); }
 
-  /// Of pages that nobody has.
+  /// Returns the bytes of the pages that are free.
   [[nodiscard]] std::size_t free_bytes() const;
 
  private:

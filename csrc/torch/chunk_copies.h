@@ -20,45 +20,48 @@
 
 namespace castor {
 
-/// Copies of chunks, which a save reads while training changes the chunks themselves: of their
-/// weights and optimizer states, of several ranks of this one's parts (docs/design/0008). The
-/// memory stays for the next save, the kernel's to take until then. Owned by the session. One save
-/// at a time; finish() may be called by any thread meanwhile, all else by one after the other.
+/// Copies of chunks' weights and optimizer states, which a save reads while training changes the
+/// chunks themselves (docs/design/0008). With several ranks, only this rank's shards are copied.
+/// The memory stays for the next save; until then the kernel may take it. Owned by the session.
+///
+/// One save at a time. Any thread may call finish() during the save; one thread after the other
+/// calls the rest.
 class ChunkCopies {
  public:
-  /// All outlive this. `host`: pays for the copies while they are there. `reads`: who would write a
-  /// chunk, and calls finish() before.
+  /// All arguments outlive this. `host` pays for the copies while they exist. `reads` knows the
+  /// chunks that are being read; whoever writes such a chunk calls finish() through it first.
   ChunkCopies(const ChunkLayout& layout, const ShardMap& shards, const StatePlaces& places,
               Executor& executor, Ledger& host, ChunkReads& reads);
 
-  /// Takes memory for copies of chunks, of as many as have some: of `most` bytes and half of what
-  /// the budget of the host has left. Chunks that are on NVMe in part, or cut over ranks with their
-  /// weights, it leaves out. Nobody writes the others until finish() has returned. Those that a
-  /// device holds are copied at once. `states`: beside the weights. Returns the bytes that it took.
+  /// Takes memory for copies of as many of the chunks as fit in `most` bytes, and in half of what
+  /// the host's budget has left. Leaves out chunks that are on NVMe in part, and chunks whose
+  /// weights are sharded over ranks. Nobody writes a chunk that gets a copy until finish() has
+  /// returned. Chunks on the device are copied at once. `states`: optimizer states are copied
+  /// beside the weights. Returns the bytes that it took.
   std::size_t begin(std::span<const ChunkId> chunks, bool states, std::size_t most);
-  /// Returns when the chunk is copied, with the executor's threads; false where begin() has found
-  /// no memory.
+  /// Completes the chunk's copy with the executor's threads. Returns false where begin() took no
+  /// memory for the chunk.
   [[nodiscard]] bool finish(ChunkId chunk);
-  /// The calling thread makes, where_idle(), what is left of all copies: nobody waits for their
+  /// Completes all copies on the calling thread, where_idle(). Then nobody waits for the copied
   /// chunks any more.
   void finish_all();
-  /// Whether somebody may have to wait until a chunk has been read.
+  /// Returns whether somebody may have to wait until the save has read a chunk.
   [[nodiscard]] bool any_held() const noexcept;
-  /// Whether the chunk is copied, or will be.
+  /// Returns whether the chunk is copied, or will be.
   [[nodiscard]] bool has(ChunkId chunk) const noexcept { return copies_[index(chunk)].made(); }
-  /// The elements of this rank's piece of the parameter, flat, as they were; the tensor keeps their
-  /// memory. Behind finish().
+  /// Returns the elements of this rank's piece of the parameter, flat, as the snapshot has them.
+  /// The tensor keeps their memory alive. Requires that finish() has returned.
   [[nodiscard]] at::Tensor piece(ParamId param, PayloadKind kind, at::ScalarType type) const;
-  /// The save has read all, or nobody will read it.
+  /// Ends the save, which has read everything or will read no more: gives the copies' bytes back.
   void end();
 
  private:
   struct Copy {
-    std::shared_ptr<std::byte> memory;  // the arena's, for as long as somebody has it
-    std::size_t bytes = 0;              // of it
+    std::shared_ptr<std::byte> memory;  // from the arena; lives as long as somebody has it
+    std::size_t bytes = 0;              // size of `memory`
     std::array<std::optional<std::size_t>, kNumPayloadKinds> begins;  // in it, in bytes
     Reservation taken;
-    std::shared_ptr<PiecewiseCopy> work;  // guarded by the mutex; nullptr behind end()
+    std::shared_ptr<PiecewiseCopy> work;  // guarded by the mutex; nullptr after end()
 
     [[nodiscard]] bool made() const noexcept { return taken.bytes() > 0; }
   };

@@ -9,13 +9,14 @@
 
 namespace castor {
 
-/// Chunks that stay where they are on the device while an operator, or a kernel of castor's own,
-/// has their addresses (docs/design/0021). Goes on the thread that made it; `runtime` outlives it.
+/// Pins of chunks that stay where they are on the device while an operator, or a kernel of castor's
+/// own, has their addresses (docs/design/0021). Destroyed on the thread that made it; `runtime`
+/// outlives it.
 class ChunkHolds {
  public:
   explicit ChunkHolds(Runtime& runtime) : runtime_(&runtime) {}
-  /// Of `chunks` those that live on the device, for the calling thread's stream. None where that
-  /// does not compute by itself: freed memory keeps its bytes there.
+  /// Pins those of `chunks` whose gradients are on the device, for the calling thread's stream.
+  /// Pins none on a device that does not compute by itself: freed memory keeps its bytes there.
   ChunkHolds(Runtime& runtime, const SessionDevice& device, std::span<const ChunkId> chunks)
       : ChunkHolds(runtime) {
     for (const ChunkId chunk : chunks) {
@@ -32,7 +33,7 @@ class ChunkHolds {
   ChunkHolds(ChunkHolds&&) noexcept = default;
   ChunkHolds& operator=(ChunkHolds&&) = delete;
 
-  /// As Runtime::hold. False where it holds nothing.
+  /// Pins the chunk as Runtime::hold does. Returns false where there is nothing to pin.
   bool add(ChunkId chunk, StreamId stream, PayloadKind used) {
     auto pin = runtime_->hold(chunk, stream, used);
     if (pin) {

@@ -13,7 +13,7 @@
 
 namespace castor {
 
-/// One parameter's update; its gradient is in its payload.
+/// Update of one parameter, whose gradient is in its payload.
 struct ParamUpdate {
   ParamId param{};
   RuleCoefficients coefficients;
@@ -21,40 +21,47 @@ struct ParamUpdate {
   bool steps_states = true;  ///< UpdateRule::steps_states
 };
 
-/// Runs the rule's updates of chunks, where their payloads are: on the host, through the window of
-/// what lies on NVMe, or on the device. Of several ranks each updates its parts, and brings those
-/// of the others: all run the same updates in the same order. Owned by the session. Updates of
-/// different chunks may run on different threads; none may overlap anything else that touches its
-/// chunk, but for a save that reads it (ChunkReads), for which it waits.
+/// Runner of the update rule, one chunk after the other, where the chunk's payloads are: on the
+/// host, on the device, or through the window for payloads on NVMe. With several ranks, each
+/// updates its shards and brings in those of the others; all run the same updates in the same
+/// order. Owned by the session.
+///
+/// Updates of different chunks may run on different threads. An update may not overlap anything
+/// else that touches its chunk, except a save that reads it (ChunkReads): the update waits for
+/// that.
 ///
 /// For chunks on NVMe every call may throw IoError or CorruptionError.
 class ChunkUpdates {
  public:
-  /// All outlive this. `ranks`: nullptr for a process that is alone.
+  /// All arguments outlive this. `ranks`: nullptr for a process that is alone.
   ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StatePlaces& places,
                Executor& executor, std::shared_ptr<const UpdateRule> rule, ChunkReads& reads,
                RankWeights* ranks);
 
-  /// Whether other ranks run the same updates, and wait for each.
+  /// Returns whether other ranks run the same updates, and wait for each of them.
   [[nodiscard]] bool together() const noexcept { return ranks_ != nullptr; }
-  /// Throws UsageError where another optimizer updates the parameters.
+  /// Returns the update rule. Throws UsageError where another optimizer updates the parameters.
   [[nodiscard]] const UpdateRule& rule() const;
-  /// What the stochastic rounding depends on: `streams[i]` tells parameter i apart from the others.
+  /// Sets what stochastic rounding depends on: the seed, and `streams[i]`, which tells parameter i
+  /// apart from the others.
   void set_rounding(std::uint64_t seed, std::vector<std::uint64_t> streams);
-  /// The parameter's update at its step, which counts from 1. What it gives does not depend on
-  /// when, in which order and with which others it runs. Throws as UpdateRule::coefficients.
+  /// Returns the parameter's update at `step`, which counts from 1. The result of the update does
+  /// not depend on when, in which order and with which others it runs. Throws what
+  /// UpdateRule::coefficients throws.
   [[nodiscard]] ParamUpdate update_of(ParamId param, const RuleOptions& options, std::int64_t step,
                                       double grad_scale) const;
-  /// They are about to run, or to be queued, on every rank.
+  /// Announces that updates of the chunk are about to run, or to be queued, on every rank.
   void begin(ChunkId chunk) const { places_.begin_update(chunk); }
-  /// Runs updates of one chunk. What lies on NVMe may still be on its way there on return; what the
-  /// device holds is given to its stream, and others' parts of it come with gather().
+  /// Runs updates of one chunk. On return, payloads on NVMe may still be on their way there. On the
+  /// device the updates have been given to the stream, and the shards of other ranks come with
+  /// gather().
   void run(ChunkId chunk, std::span<const ParamUpdate> updates);
-  /// Of a chunk that the device holds: the other ranks' parts of its weights come, and they have
-  /// this one's. For run() they come in the same order of chunks, wherever these are.
+  /// Brings in the other ranks' shards of the weights of a chunk on the device, and gives them this
+  /// rank's. Shards are exchanged, by run() or gather(), in the same order of chunks on every rank,
+  /// wherever the chunks are.
   void gather(ChunkId chunk) { bring_others_parts(std::span(&chunk, 1)); }
-  /// Runs the updates of every chunk, one entry each; all is on NVMe on return. `num_begun` counts
-  /// the chunks that have been changed, also where it throws.
+  /// Runs the updates of every chunk, one entry for each; all changes to NVMe are written on
+  /// return. `num_begun` counts the chunks that have been changed, also where this throws.
   void run_all(std::span<const std::vector<ParamUpdate>> updates, std::size_t& num_begun);
 
  private:
@@ -62,7 +69,7 @@ class ChunkUpdates {
                     std::vector<UpdateSegment>& segments) const;
   void run_on_host(std::span<UpdateSegment> segments) const;
   void run_on_device(std::span<UpdateSegment> segments) const;
-  /// A chunk's memory, as this rank's part of it is updated.
+  /// Returns a chunk's memory with the weights where this rank updates its shard of them.
   [[nodiscard]] ChunkMemory to_update(ChunkId chunk, ChunkMemory memory) const;
   void bring_others_parts(std::span<const ChunkId> chunks);
 

@@ -17,41 +17,45 @@ namespace castor {
 
 class RankHomes;
 
-/// The homes of gradients of a session of which each rank keeps its part of every chunk (ZeRO-2),
-/// and those of weights (ZeRO-3), with the window through which it sees whole ones. None where
-/// nobody asked for it, or where ranks keep whole homes together (RankHomes). What lives on the
-/// device for good is whole there. Owned by the session.
+/// Host storage that ranks shard: each rank keeps its shard of the gradients of every chunk
+/// (ZeRO-2), and of the weights (ZeRO-3), with a window that holds full chunks of weights. Empty
+/// where the user did not ask for that, or where ranks share full host storage (RankHomes). Chunks
+/// that live on the device for good are full there. Owned by the session.
 class CutHomes {
  public:
-  /// Of the window: as many chunks are in host memory beside the parts.
+  /// Window buffers: this many full chunks are in host memory beside the shards.
   static constexpr std::size_t kSlots = 4;
-  /// As HomeStore::max_held: a slot is left for an operator, and one for the other operand of its.
+  /// Same limit as HomeStore::max_held: one buffer is left for an operator, and one for that
+  /// operator's other operand.
   static constexpr std::size_t kMaxHeld = kSlots - 2;
 
-  /// What is left of the host for whole chunks of gradients, of which a rank has a few at once.
+  /// Full chunks of gradients that host memory is left for; a rank has a few at once.
   static constexpr std::size_t kGradientCopies = 6;
 
-  /// None.
+  /// Makes an empty object: nothing is sharded.
   CutHomes() = default;
-  /// Every rank makes one. `stage`: 2, or 3. `copies`: of the weights (WeightParts). The tier and
-  /// the executor outlive this. Throws OutOfMemory; UsageError, on every rank, where nothing has
-  /// its home on the host, or not the same on all ranks.
+  /// Allocates this rank's shards; every rank makes one. `stage`: 2 or 3. `copies`: number of
+  /// copies of the weights (WeightParts). The tier and the executor outlive this. Throws
+  /// OutOfMemory. Throws UsageError, on every rank, where no chunk has host storage, or not the
+  /// same chunks on all ranks.
   CutHomes(const ChunkLayout& layout, std::span<const Placement> placements,
            const RankGroups& ranks, std::size_t stage, std::size_t copies, MemoryTier& host,
            Executor& executor);
 
-  /// 2, or 3; 0: there are none.
+  /// Returns the ZeRO stage, 2 or 3; 0: nothing is sharded.
   [[nodiscard]] std::size_t stage() const noexcept { return stage_; }
-  /// Of weights, those of stage 2 empty, and of gradients. nullptr: there are none.
+  /// Returns the shards of weights, which are empty in stage 2, and of gradients. nullptr: nothing
+  /// is sharded.
   [[nodiscard]] WeightParts* parts() const noexcept { return parts_.get(); }
-  /// Of weights. nullptr: they are whole on every rank, or common.
+  /// Returns the stream of sharded weights. nullptr: weights are full on every rank, or ranks share
+  /// them.
   [[nodiscard]] ChunkStream* stream() const noexcept { return stream_.get(); }
-  /// Of weights, per chunk.
+  /// Returns, per chunk, whether its weights are sharded.
   [[nodiscard]] const std::vector<bool>& cut() const noexcept { return cut_; }
-  /// Of weights, that this rank keeps on the host.
+  /// Returns the bytes of the shards of weights that this rank keeps on the host.
   [[nodiscard]] std::size_t part_bytes() const noexcept { return part_bytes_; }
   [[nodiscard]] std::size_t window_bytes() const noexcept { return window_.bytes(); }
-  /// That nothing else on the host may take for good.
+  /// Returns the bytes that nothing else on the host may take for good.
   [[nodiscard]] std::size_t room_for_copies() const noexcept { return room_for_copies_; }
 
  private:
@@ -62,15 +66,15 @@ class CutHomes {
   std::vector<bool> cut_;
   std::size_t part_bytes_ = 0;
   std::size_t room_for_copies_ = 0;
-  Block memory_;  // of the parts
+  Block memory_;  // of the shards
   Block window_;
   std::unique_ptr<WeightParts> parts_;
-  std::unique_ptr<ChunkStream> stream_;  // first to go: reads may be under way
+  std::unique_ptr<ChunkStream> stream_;  // destroyed first: reads may be under way
 };
 
-/// A session's: none where ranks keep them together (`common`), or it is alone. Throws as CutHomes;
-/// UsageError, on every rank, where they are not kept by the stage that was asked for, or in as
-/// many copies.
+/// Makes a session's sharded host storage. Returns an empty object where ranks share host storage
+/// (`common`), or the session is alone. Throws as CutHomes does. Throws UsageError, on every rank,
+/// where the ranks cannot keep host storage by the stage that was asked for, or in as many copies.
 [[nodiscard]] CutHomes make_cut_homes(const ChunkLayout& layout,
                                       std::span<const Placement> placements,
                                       const SessionOptions& options, const RankHomes& common,

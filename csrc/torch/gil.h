@@ -4,10 +4,11 @@
 
 namespace castor {
 
-/// Gives Python's global lock up where this thread holds it, until the end of the scope. Whoever
-/// may wait for a mutex of castor's, or for a copy or an update, does so without it: under such a
-/// mutex tensors that Python knows may be dropped, which takes it. The mutexes that destructors of
-/// tensors take while they hold it are leaves: nothing else is waited for under them.
+/// Scope without Python's global lock: this thread gives the lock up, if it holds it, until the end
+/// of the scope. Code that may wait for a mutex of castor's, or for a copy or an update, does so in
+/// such a scope. Under such a mutex tensors that Python knows may be dropped, which takes the lock.
+/// The mutexes that destructors of tensors take while they hold the lock are leaves: nothing else
+/// is waited for under them.
 class GilRelease {
  public:
   GilRelease() noexcept

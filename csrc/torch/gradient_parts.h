@@ -21,68 +21,75 @@
 
 namespace castor {
 
-/// Gradients of which each rank keeps its part of the mean (ZeRO-2, Rajbhandari et al. 2020,
-/// section 5.2, over chunks). What a rank has of a chunk besides is a copy of all of it, which the
-/// host pays for: from its first gradient of a pass until all ranks have theirs, while an operator
-/// reads p.grad, and after one has written it.
+/// Sharded gradients: each rank keeps its shard of the mean (ZeRO-2, Rajbhandari et al. 2020,
+/// section 5.2, over chunks). At times a rank also has a full copy of a chunk's gradients, which
+/// the host pays for:
+/// - from the chunk's first gradient of a pass until all ranks have theirs;
+/// - while an operator reads p.grad;
+/// - after an operator has written p.grad.
 ///
-/// Outside of operators the chunk's storage points nowhere, and torch tells whoever asks for the
-/// address: nobody can keep one that will be another chunk's. Who reads asks the other ranks for
-/// their parts of the mean, whatever they do (WeightParts). Means change in reduce(), which all
-/// ranks call alike and which waits for this rank's readers.
+/// Outside of operators the chunk's storage points nowhere, and torch throws when it is asked for
+/// the address: nobody can keep an address that will be another chunk's. A reader asks the other
+/// ranks for their shards of the mean, whatever those ranks do at the time (WeightParts). Means
+/// change in reduce(), which all ranks call for the same chunks, and which waits for this rank's
+/// readers.
 ///
-/// Owned by the session. Thread-safe; that a copy is not dropped under who uses its address is the
-/// callers' agreement (TensorGate).
+/// Owned by the session. Thread-safe; by agreement (TensorGate) the callers never drop a copy while
+/// somebody uses its address.
 class GradientParts {
  public:
-  /// What a copy that has to be made begins with.
+  /// Contents that a copy begins with, where it has to be made.
   enum class Contents : std::uint8_t { kZeros, kMean };
   enum class Access : std::uint8_t { kRead, kWrite };
 
-  /// `parts` has those of weights by chunk, then those of gradients by chunk, and knows the ranks;
-  /// copies are of `host`. `device`: of the tensors. All outlive this.
+  /// Makes the storages, on `device`. `parts` has the shards of weights by chunk, then those of
+  /// gradients by chunk, and knows the ranks. `host` pays for the copies. All arguments outlive
+  /// this.
   GradientParts(const ChunkLayout& layout, WeightParts& parts, MemoryTier& host,
                 c10::Device device);
   ~GradientParts();
   GradientParts(const GradientParts&) = delete;
   GradientParts& operator=(const GradientParts&) = delete;
 
-  /// Whether the chunk's gradients are in parts; else they are whole on every rank, or there are
-  /// none.
+  /// Returns whether the chunk's gradients are sharded. Otherwise they are full on every rank, or
+  /// there are none.
   [[nodiscard]] bool cut(ChunkId chunk) const noexcept { return parts_.cut(of(chunk)); }
-  /// The storage of a gradient of a cut chunk.
+  /// Returns the storage of a gradient of a sharded chunk.
   [[nodiscard]] const c10::Storage& storage(ParamId param) const {
     return storages_.storage(param);
   }
-  /// See GradientStorages::renew.
+  /// Renews the storage of a gradient; see GradientStorages::renew.
   c10::Storage renew_storage(ParamId param) { return storages_.renew(param); }
-  /// From now on their addresses are told only in visits. Once their tensors are made.
+  /// Makes torch tell the gradients' addresses only in visits, from now on. Called once their
+  /// tensors are made.
   void forbid_addresses();
 
-  /// Makes a copy, which stays, unless there is one. Throws OutOfMemory; Error where a rank is
-  /// gone.
+  /// Makes a full copy of the chunk's gradients, unless there is one; the copy stays. Throws
+  /// OutOfMemory. Throws Error where a rank is gone.
   void take_copy(ChunkId chunk, Contents contents);
-  /// Forgets it, and what was written into it. No tensor is left over the chunk's gradients.
+  /// Drops the copy, and what was written into it. Requires that no tensor is left over the chunk's
+  /// gradients.
   void drop_copy(ChunkId chunk);
-  /// Whether there is one that stays.
+  /// Returns whether there is a copy that stays.
   [[nodiscard]] bool has_copy(ChunkId chunk) const;
-  /// The address of all of the chunk's gradients. Requires that it has a copy.
+  /// Returns the address of the full copy of the chunk's gradients. Requires that there is one.
   [[nodiscard]] std::byte* copy(ChunkId chunk) const;
-  /// This rank's part, as a tensor over the gradients shows it: of the copy that was written, or of
-  /// the mean.
+  /// Returns this rank's shard, as a tensor over the gradients shows it: from the copy if that was
+  /// written, else from the mean.
   [[nodiscard]] std::byte* part(ChunkId chunk) const;
 
-  /// The chunk's gradients have an address until the visit ends. As take_copy, but a copy that was
-  /// only read goes when another chunk is read.
+  /// Gives the chunk's gradients an address until the visit ends. Makes a copy and throws as
+  /// take_copy() does, but a copy that was only read goes when another chunk is read.
   [[nodiscard]] std::shared_ptr<void> visit(ChunkId chunk, Access access);
 
-  /// Gets the copy, and where this rank's part of the mean belongs.
+  /// Function that gets the full copy, and the place of this rank's shard of the mean.
   using Reduce = std::function<void(std::span<const std::byte> copy, std::span<std::byte> part)>;
-  /// Makes the copies of all ranks parts of their mean, and forgets this one. Requires a copy.
+  /// Reduces the copies of all ranks to shards of their mean, and drops this rank's copy. Requires
+  /// a copy.
   void reduce(ChunkId chunk, const Reduce& work);
 
   [[nodiscard]] std::size_t part_bytes() const noexcept { return part_bytes_; }
-  /// Of copies, now and at most.
+  /// Returns the bytes of all copies: copy_bytes() those of now, peak_copy_bytes() the most so far.
   [[nodiscard]] std::size_t copy_bytes() const;
   [[nodiscard]] std::size_t peak_copy_bytes() const;
 
@@ -91,11 +98,11 @@ class GradientParts {
   struct Chunk {
     Block copy;
     std::size_t num_visits = 0;
-    bool written = false;  // the copy: it is not the mean, or will not be
-    bool busy = false;     // somebody makes the copy, or the mean of it
+    bool written = false;  // the copy is not the mean, or will not be
+    bool busy = false;     // a thread makes the copy, or reduces it
     bool reduced = false;  // there is a mean
   };
-  // Of `parts`.
+  // Returns the number in `parts_` of the chunk's gradients.
   [[nodiscard]] ChunkId of(ChunkId chunk) const noexcept {
     return ChunkId{static_cast<std::uint32_t>(layout_.chunks().size() + index(chunk))};
   }

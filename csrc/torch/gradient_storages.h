@@ -12,21 +12,22 @@
 
 namespace castor {
 
-/// One torch storage per gradient whose chunk has no memory of its own all the time: on NVMe, or in
-/// parts on several ranks. They point nowhere until the chunk's gradients are brought into memory.
+/// Torch storages of gradients, one for each, in chunks that do not always have memory of their
+/// own: on NVMe, or sharded over ranks. The storages point nowhere until the chunk's gradients are
+/// brought into memory.
 ///
-/// Owned by whoever brings them. Thread-safe.
+/// Owned by the object that brings them. Thread-safe.
 class GradientStorages {
  public:
-  /// Makes those of the chunks that `chunks` names, of `device`. `layout` outlives this.
+  /// Makes the storages of the chunks that `chunks` marks, on `device`. `layout` outlives this.
   GradientStorages(const ChunkLayout& layout, const std::vector<bool>& chunks, c10::Device device);
 
-  /// No storage where the chunk has none.
+  /// Returns the storage of the parameter's gradient; an empty one where its chunk has none here.
   [[nodiscard]] const c10::Storage& storage(ParamId param) const { return storages_[index(param)]; }
-  /// A new storage takes the place of the gradient's, where that points. Returns the old one, which
-  /// points there as well.
+  /// Puts a new storage in the place of the gradient's, with the same address. Returns the old one,
+  /// which points there as well.
   c10::Storage renew(ParamId param);
-  /// `address` is the chunk's, or nullptr for nowhere.
+  /// Points the chunk's storages into its gradients at `address`; nullptr: nowhere.
   void point_at(ChunkId chunk, std::byte* address) const noexcept;
   void for_each(ChunkId chunk, const std::function<void(const c10::Storage&)>& use) const;
 

@@ -12,35 +12,37 @@
 
 namespace castor {
 
-/// Who pays for the homes of parameters and gradients.
+/// Payer of the host storage of parameters and gradients.
 enum class HomesPaid : std::uint8_t {
-  kByTheHost,     ///< as they are made
-  kByRanks,       ///< RankHomes has paid already for those that it has
-  kCut,           ///< CutHomes has
-  kGradientsCut,  ///< ... for the gradients', the host pays for the parameters'
+  kByTheHost,     ///< the host's budget, as they are made
+  kByRanks,       ///< RankHomes, which has paid already for those that it has
+  kCut,           ///< CutHomes, which has paid already
+  kGradientsCut,  ///< CutHomes for the gradients, the host's budget for the parameters
 };
 
-/// What a session keeps in host memory and on NVMe. Bytes are those of its ledgers.
+/// Storage plan of a session: its contents of host memory and of NVMe. Bytes are those of the
+/// session's ledgers.
 struct HostPlaces {
-  /// Places in `nvme`, and of their streams in the session's NvmeTier.
-  static constexpr std::size_t kWeights = 0;      ///< parts as StoredWeights numbers them
-  static constexpr std::size_t kStates = 1;       ///< by chunk
+  /// Positions in `nvme`, and of the streams in the session's NvmeTier.
+  static constexpr std::size_t kWeights = 0;      ///< numbered by part, as StoredWeights::parts_of
+  static constexpr std::size_t kStates = 1;       ///< numbered by chunk
   static constexpr std::size_t kActivations = 2;  ///< pages of ActivationPages
 
   StoredPayloads stored;
   std::vector<NvmeContent> nvme;
-  std::uint64_t host_bytes = 0;  ///< windows on NVMe included
+  std::uint64_t host_bytes = 0;  ///< bytes of host memory, with the windows on NVMe
 
-  /// Padding of payloads included.
+  /// Returns the bytes on NVMe, with the padding of payloads.
   [[nodiscard]] std::uint64_t nvme_bytes() const;
 };
 
-/// Decides what has its place on the host and what on NVMe, before either is taken, for a session
-/// with that much host memory left: parameters and gradients first, then optimizer states, and what
-/// nvme's budget has left is for activations, where they may go there. Where
-/// the session will be refused, host_bytes is what the least windows and everything that cannot
-/// leave the host need, which is more than `host_bytes`. Chunks on the device count nowhere.
-/// Without `states.nvme` all stays on the host.
+/// Decides what goes to the host and what to NVMe, before either is taken, for a session with
+/// `host_bytes` of host memory left. Parameters and gradients get room first, then optimizer
+/// states. Activations get what the budget of NVMe has left, if they may go there. Chunks on the
+/// device count nowhere. Without `states.nvme` all stays on the host.
+///
+/// If the session will be refused, host_bytes of the result exceeds the argument: it is the need of
+/// the smallest windows and of everything that cannot leave the host.
 [[nodiscard]] HostPlaces choose_host_places(const ChunkLayout& layout,
                                             std::span<const Placement> placements,
                                             const OptimizerStateOptions& states,

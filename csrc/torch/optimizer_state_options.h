@@ -10,15 +10,15 @@
 namespace castor {
 
 struct OptimizerStateOptions {
-  /// nullptr: another optimizer updates the parameters, which are fp32, and keeps its states
-  /// itself.
+  /// Update rule; nullptr: another optimizer updates the parameters, which are fp32, and keeps its
+  /// states itself.
   std::shared_ptr<const UpdateRule> rule;
-  /// Per parameter, whether the rule updates it; other optimizers do the others. Empty: all.
+  /// Marks of the parameters that the rule updates; other optimizers update the rest. Empty: all.
   std::vector<bool> ruled;
-  /// The NVMe tier takes the states of chunks that the host has no room for. nullopt: there is
-  /// none.
+  /// Options of the NVMe tier, which takes the states of chunks that the host has no room for.
+  /// nullopt: there is no such tier.
   std::optional<NvmeOptions> nvme;
-  /// Share of the state bytes that go there whether the host has room or not, in [0, 1].
+  /// Share of the state bytes that go to NVMe whether the host has room or not, in [0, 1].
   double nvme_fraction = 0.0;
 };
 

@@ -18,48 +18,50 @@
 
 namespace castor {
 
-/// Keeps parameters in their chunks. A user may give a parameter other memory at any time
+/// Keeper of parameters in their chunks. A user may give a parameter other memory at any time
 /// (`p.data = values`, `p.set_(values)`), as vector_to_parameters and averages that are swapped in
-/// do. take_up() writes what it has by then into the chunk, where it lies from then on:
+/// do. take_up() writes the parameter's values into the chunk, where the parameter lies from then
+/// on:
 ///
 /// - Tensors that were over the parameter's old memory (a backup of `p.data`) keep the old values,
 ///   in memory of their own.
-/// - Tensors over the memory that it was given go with it into the chunk, if that is a storage of
-///   just the parameter's size.
+/// - Tensors over the memory that the parameter was given go with it into the chunk, if that memory
+///   is a storage of just the parameter's size.
 ///
-/// Owned by the session. One thread at a time runs take_up(), the one that runs the model;
-/// aliased() and rebound() may be called from any.
+/// Owned by the session. One thread at a time runs take_up(), the one that runs the model; any
+/// thread may call aliased() and rebound().
 class ParamMemory {
  public:
-  /// Has the parameter's memory in the chunk there, for who reads it, until what it gives goes.
+  /// Function that brings the parameter's chunk into memory for a reader, and keeps it there until
+  /// the object that it returns goes.
   using Visit = std::function<std::shared_ptr<void>(ParamId)>;
-  /// All outlive this. Once all parameters lie in chunks.
+  /// Made once all parameters lie in chunks. All arguments outlive this.
   ParamMemory(const ChunkLayout& layout, std::span<const ParamHandle> params,
               ChunkStorages& storages, OptimizerState& state, Visit visit);
 
-  /// Whether the tensor, of that type, is all of an ordinary storage of torch's, in the order in
-  /// which geometry_of() has its elements in the chunk.
+  /// Returns whether the tensor has that type and is all of an ordinary storage of torch's, in the
+  /// order in which geometry_of() has its elements in the chunk.
   [[nodiscard]] static bool fills_storage(const at::Tensor& tensor, at::ScalarType type);
 
-  /// From now on the gate holds readers of the parameters back, and writes to them are seen.
-  /// `others[i]`: how many tensors besides the parameter i are over its memory already.
+  /// Starts to hold readers of the parameters back by the gate, and to see writes to them.
+  /// `others[i]`: number of tensors besides parameter i that are over its memory already.
   void watch(TensorGate& gate, std::span<const std::size_t> others);
 
-  /// The parameter lies in its chunk afterwards. Costs next to nothing where it does already.
-  /// Throws UsageError where its memory cannot be the chunk's: its shape, type or device is
-  /// another, or others share it; the parameter is as it was then.
+  /// Puts the parameter into its chunk; costs next to nothing where it lies there already. Throws
+  /// UsageError where its memory cannot be the chunk's: its shape, type or device is another, or
+  /// others share the memory. In that case the parameter stays as it was.
   void take_up(ParamId param) {
     if (!in_place(param)) {
       take_up_values(param);
     }
   }
   void take_up_all();
-  /// Calls take_up_all if a tensor of a chunk was given other memory since the last call.
+  /// Calls take_up_all() if a tensor of a chunk was given other memory since the last call.
   void take_up_given();
 
-  /// Whether one of the chunk's parameters has other memory.
+  /// Returns whether one of the chunk's parameters has other memory.
   [[nodiscard]] bool rebound(ChunkId chunk) const;
-  /// Whether somebody else refers to the parameter's memory in the chunk.
+  /// Returns whether somebody else refers to the parameter's memory in the chunk.
   [[nodiscard]] bool aliased(ParamId param) const;
 
  private:
@@ -83,8 +85,8 @@ class ParamMemory {
   const Visit visit_;
   TensorGate* gate_ = nullptr;
   std::vector<ParamGeometry> geometries_;  // per parameter
-  std::vector<std::size_t> positions_;     // ... in the gate's group
-  std::vector<std::size_t> uses_;          // ... of its storage, by castor
+  std::vector<std::size_t> positions_;     // per parameter: place in the gate's group
+  std::vector<std::size_t> uses_;          // per parameter: castor's own references to its storage
   std::uint64_t num_given_ = 0;            // num_given_memory() at the last take_up_given()
 };
 

@@ -11,10 +11,10 @@
 
 namespace castor {
 
-/// What a layout is told of a model's parameters, in their order. `trained[i]`: parameter i gets
-/// updates; `ruled[i]`: by the rule, whose states it has; `types[i]`: what it will be, nullopt: it
-/// keeps its bytes. `ruled` may be empty: all are. Throws InvalidArgument where there are not as
-/// many of each, or chunks hold no such elements.
+/// Returns the specs of a model's parameters for a layout, in their order. `trained[i]`: parameter
+/// i gets updates. `ruled[i]`: it gets them from the update rule, and has that rule's states;
+/// empty: all do. `types[i]`: the type that it will have; nullopt: it keeps its bytes. Throws
+/// InvalidArgument where there are not as many of each, or chunks hold no such elements.
 [[nodiscard]] std::vector<ParamSpec> describe(const std::vector<at::Tensor>& params,
                                               std::vector<std::string> names,
                                               const std::vector<bool>& trained,

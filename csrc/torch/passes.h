@@ -10,46 +10,50 @@
 
 namespace castor {
 
-/// Which forward and backward passes of a model are under way, and for how long what their thread
-/// allocates on the CPU is the model's. Owned by the session. Any thread may begin a pass: it waits
-/// for its turn (PassTurn), and throws UsageError as that does. Until the pass is over, all else is
-/// the turn's owner's to call. A thread of autograd's may tell that a pass is over, also late.
+/// Record of a model's forward and backward passes under way. It also says how long the CPU
+/// allocations of their thread are charged to the model. Owned by the session. Any thread may begin
+/// a pass: it waits for its turn (PassTurn), and throws UsageError as PassTurn does. Until the pass
+/// is over, only the owner of the turn may call the other functions. A thread of autograd's may
+/// tell that a pass is over, also late.
 class Passes : public std::enable_shared_from_this<Passes> {
  public:
-  /// `charged`: the account of what passes allocate on the CPU; nullptr: there is none. `runtime`
-  /// outlives this.
+  /// Begins with no pass under way. `charged`: account of what passes allocate on the CPU; nullptr:
+  /// there is none. `runtime` outlives this.
   Passes(const Runtime& runtime, std::shared_ptr<NonModelMemory> charged);
 
-  /// `work` runs at the end of each backward pass that follows_backward and did not fail, within
-  /// it; passes within others do not count.
+  /// Sets `work` to run at the end of each backward pass that is followed (follow_backward) and did
+  /// not fail, within that pass. Passes within others do not count.
   void at_backward_end(std::function<void()> work) { at_backward_end_ = std::move(work); }
 
-  /// The state of a pass that a caller has joined.
+  /// State of a pass that a caller has joined.
   using Joined = PassTurn::Joined;
 
-  /// Before a module's forward, in a backward pass or outside: returns once it may run.
+  /// Waits until a module's forward may run. Called before the forward, in a backward pass or
+  /// outside.
   Joined begin_forward();
-  /// After a module's forward, or where what came behind begin_forward has failed. `outermost`: no
-  /// module is under way any more; no backward will follow one without gradients ...
+  /// Ends a module's forward, or what began with begin_forward() and has failed. `outermost`: no
+  /// module is under way any more. No backward will follow a forward without gradients: its end
+  /// also stops charging the thread's allocations to the model.
   void end_forward(bool outermost);
-  /// ... or one that failed, or has no result, unless it runs in a backward pass.
+  /// Stops charging the thread's allocations to the model after a forward that failed or has no
+  /// result, which no backward will follow either. No effect within a pass that goes on.
   void stop_charging();
-  /// Something of the model happens in a backward pass, if one is under way, which is followed
-  /// until it ends. `origin`: of the graph that it goes over.
+  /// Notes that something of the model happens in a backward pass, if one is under way, and follows
+  /// that pass until it ends. `origin`: origin of the graph that the pass goes over.
   Joined follow_backward(PassTurn::Origin origin = {});
   Joined begin_backward(PassTurn::Origin origin);
-  /// A section of the calling thread's own, until end_section.
+  /// Begins a section of the calling thread's own, which lasts until end_section().
   Joined begin_section(PassTurn::Section kind, const std::string& what);
   void end_section(PassTurn::Section kind) { turn_.end_section(kind); }
-  /// The step is over: what the thread allocates is its own.
+  /// Ends the step: what the thread allocates from now on is its own.
   void end_step();
 
-  /// Whether the calling thread has the turn.
+  /// Returns whether the calling thread has the turn.
   [[nodiscard]] bool mine() const;
   [[nodiscard]] PassTurn& turn() noexcept { return turn_; }
   [[nodiscard]] const PassTurn& turn() const noexcept { return turn_; }
-  /// Whether a forward with gradients runs a part without: a reentrant checkpoint's segment, which
-  /// will have a backward pass of its own.
+  /// Returns whether a forward with gradients runs a part without: a segment of a reentrant
+  /// checkpoint, which will have a backward pass of its own.
   [[nodiscard]] bool in_segment() const;
 
  private:

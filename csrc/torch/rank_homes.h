@@ -14,35 +14,42 @@
 
 namespace castor {
 
-/// The homes of parameters and gradients of a session whose ranks share memory: one copy for all of
-/// a machine, of which each rank pays its share. None where ranks share no memory; on devices that
-/// compute by themselves, which copy from page-locked homes; of chunks that another optimizer than
-/// castor's updates, all of them on every rank, which would leave each with a copy; where homes are
-/// cut over the ranks of several machines (CutHomes). Owned by the session.
+/// Host storage of a session's parameters and gradients that its ranks share: one copy for all
+/// ranks of a machine, of which each rank pays its share. Owned by the session.
+///
+/// There is no shared storage in these cases:
+/// - The ranks share no memory.
+/// - The device computes by itself: it copies from page-locked host storage of each rank.
+/// - Another optimizer than castor's updates the chunk. It updates full parameters on every rank,
+///   which would leave each rank with a copy.
+/// - The host storage is sharded over the ranks of several machines (CutHomes).
 class RankHomes {
  public:
-  /// All of one kind; empty where there are none.
+  /// Shared host storage of one kind of payload; empty where there is none.
   struct Kind {
     std::unique_ptr<SharedHomes> homes;
-    Reservation share;                 ///< of the host's
-    std::shared_ptr<MemoryTier> tier;  ///< hands them out
+    Reservation share;                 ///< this rank's share, reserved from the host
+    std::shared_ptr<MemoryTier> tier;  ///< hands out blocks of `homes`
   };
 
-  /// Every rank makes one. `host` pays, and outlives this. Throws OutOfMemory.
+  /// Sets up the shared storage; every rank makes one such object. `host` pays for this rank's
+  /// share, and outlives this. Throws OutOfMemory.
   RankHomes(const ChunkLayout& layout, std::span<const Placement> placements,
             const SessionOptions& options, MemoryTier& host);
 
   [[nodiscard]] const Kind& weights() const noexcept { return weights_; }
-  /// Each rank has copies, too, of those that have not been reduced (RankGradients).
+  /// Returns the shared storage of gradients. Beside it, each rank has copies of gradients that
+  /// have not been reduced (RankGradients).
   [[nodiscard]] const Kind& gradients() const noexcept { return gradients_; }
-  /// Of the host, for gradients on their way: a window, and a few chunks that other ranks have not
-  /// completed. Whoever fills the host leaves it.
+  /// Returns the host bytes for gradients on their way: a window, and a few chunks that other ranks
+  /// have not completed. Whoever fills the host leaves these bytes free.
   [[nodiscard]] std::size_t room_for_copies() const noexcept { return room_for_copies_; }
-  /// Of all ranks of this machine together.
+  /// Returns the bytes of all ranks of this machine together.
   [[nodiscard]] std::size_t bytes() const noexcept;
-  /// Machines that have such homes each, where there are any.
+  /// Returns the number of machines, each of which has its own shared storage, where there is any.
   [[nodiscard]] std::size_t nodes() const noexcept { return nodes_; }
-  /// Why ranks that share memory have none; "": they have, or share no memory.
+  /// Returns why ranks that share memory have no shared storage; empty where they have it, or share
+  /// no memory.
   [[nodiscard]] const std::string& refusal() const noexcept { return refusal_; }
 
  private:

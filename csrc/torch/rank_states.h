@@ -10,24 +10,26 @@
 
 namespace castor {
 
-/// Brings together what each rank keeps a piece of: a parameter's optimizer states. Owned by the
-/// session; used by the thread that runs forward, backward and step.
+/// Gathers a parameter's optimizer states, of which each rank keeps a shard. Owned by the session;
+/// used by the thread that runs forward, backward and step.
 class RankStates {
  public:
-  /// All outlive this.
+  /// All arguments outlive this.
   RankStates(Collectives& ranks, RankMeeting& meeting, const ChunkLayout& layout,
              const ShardMap& shards, const StatePlaces& places)
       : ranks_(ranks), meeting_(meeting), layout_(layout), shards_(shards), places_(places) {}
 
-  /// All of a parameter's state, as one process would have it. Every rank calls it, for the same
-  /// one, or serves. Throws as RankMeeting::meet_to_read, and what StatePlaces does.
+  /// Returns a parameter's full state, as one process would have it. Every rank calls this for the
+  /// same parameter and kind, or calls serve(). Throws as RankMeeting::meet_to_read and as
+  /// StatePlaces.
   [[nodiscard]] std::vector<std::byte> read(ParamId param, PayloadKind kind);
-  /// Gives its pieces of what other ranks read, until one of them ends that.
+  /// Sends this rank's shards of the states that other ranks read, until one of them ends the
+  /// service.
   void serve();
   void end_service() { meeting_.end_service(); }
 
  private:
-  /// `whole`: nullptr where nobody here wants it.
+  /// `whole`: memory for the full state; nullptr on a rank that only serves.
   void gather(const StateRequest& request, std::byte* whole);
 
   Collectives& ranks_;

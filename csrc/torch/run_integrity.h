@@ -9,18 +9,20 @@
 
 namespace castor {
 
-/// Whether weights and optimizer states are those of one step. A step that fails when it has
-/// changed some chunks leaves a mixture of two, and so does a load that fails half-way; a mixture
-/// must be neither trained further nor saved. Thread-safe.
+/// Record of whether weights and optimizer states are those of one step. A step that fails after it
+/// has changed some chunks leaves a mixture of two steps, and so does a load that fails half-way. A
+/// mixture must be neither trained further nor saved. Thread-safe.
 class RunIntegrity {
  public:
-  /// broke() calls `then`, on its own thread. To be set before it can be called.
+  /// Sets the function that broke() calls, on broke()'s own thread. To be set before broke() can be
+  /// called.
   void when_broken(std::function<void()> then) { then_ = std::move(then); }
-  /// `why`: "optimizer.step() failed when it had changed 3 of 12 chunks (...)".
+  /// Records that the run is broken. `why`: "optimizer.step() failed when it had changed 3 of 12
+  /// chunks (...)".
   void broke(const std::string& why);
-  /// A load has begun to replace them.
+  /// Records that a load has begun to replace the values that `load` names.
   void loading(RunLoad load);
-  /// All of them were replaced by a checkpoint's.
+  /// Records that a checkpoint's values have replaced all that `load` names.
   void loaded(RunLoad load);
   [[nodiscard]] bool whole() const;
   /// Throws UsageError unless whole().
@@ -29,7 +31,7 @@ class RunIntegrity {
  private:
   std::function<void()> then_;
   mutable Mutex mutex_;
-  std::string weights_lost_ CASTOR_GUARDED_BY(mutex_);  // why; empty: they are whole
+  std::string weights_lost_ CASTOR_GUARDED_BY(mutex_);  // the reason; empty: none are lost
   std::string states_lost_ CASTOR_GUARDED_BY(mutex_);
 };
 

@@ -36,20 +36,25 @@ namespace castor {
 
 /// A boosted model: its parameters live in chunks, its module events drive the runtime, its
 /// gradients land in payloads (GradientSink), and an optimizer's rule runs over them (Updater).
-/// Owns these and brings them together. Owned jointly by the hooks it installs.
+/// Owns these parts and connects them. The hooks that it installs own it jointly.
 ///
-/// Any thread may run forward, backward, step, saves and loads: module events, settle and the like
-/// wait until the pass of another thread is over (PassTurn), without Python's global lock. A step,
-/// a save and a load are made of several calls: their caller holds a Turn around them. Allocations
-/// may come from any thread at any time.
+/// Any thread may run forward, backward, step, saves and loads. Module events, settle and similar
+/// calls wait until the pass of another thread is over (PassTurn), without Python's global lock. A
+/// step, a save and a load consist of several calls: their caller holds a Turn around them.
+/// Allocations may come from any thread at any time.
 class Session final : public StepEvents, public std::enable_shared_from_this<Session> {
  public:
-  /// Takes the parameters over: afterwards each is a view of its chunk, of `types[i]` or, where
+  /// Takes over the parameters: afterwards each is a view of its chunk, of `types[i]` or, where
   /// that is nullopt, byte for byte as it was. The layout gets the alignment that the state format
-  /// needs. `params` are the model's distinct parameters in execution order, all on the CPU; module
-  /// 0 is the model itself. `trained[i]`: parameter i gets updates, and memory for them; a gradient
-  /// of others is torch's. Those of `valueless` get values by adopt() later. Throws before touching
-  /// any if memory is short.
+  /// needs.
+  ///
+  /// - `params`: the model's distinct parameters in execution order, all on the CPU.
+  /// - `trained[i]`: whether parameter i gets updates, and memory for them; torch keeps the
+  ///   gradients of the others.
+  /// - `modules`: module 0 is the model itself.
+  /// - `valueless`: parameters that get values by OptimizerState::adopt() later.
+  ///
+  /// Throws before it touches any parameter if memory is short.
   static std::shared_ptr<Session> create(std::vector<at::Tensor> params,
                                          std::vector<std::string> param_names,
                                          const std::vector<bool>& trained,
@@ -69,16 +74,17 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void enter_backward(ModuleId module, PassTurn::Origin origin) override;
   void expect_no_backward() override;
   void gradient_arrived(ParamId param, const at::Tensor& incoming) override;
-  void stay_with_parent();  ///< In a forked child: what needs memory or threads throws from now on.
-  /// As GradientSink's.
+  /// Marks this process as a forked child: what needs memory or threads throws from now on.
+  void stay_with_parent();
+  /// Same as GradientSink::set_loss_scale.
   void set_loss_scale(double scale) { gradients_->set_loss_scale(scale); }
 
-  /// The calling thread's turn with the model while it lives: no pass of another thread's runs.
-  /// Turns nest. Made and destroyed by one thread.
+  /// Turn of the calling thread with the model: while it lives, no pass of another thread runs.
+  /// Turns nest. The thread that makes a turn destroys it.
   class Turn {
    public:
-    /// `what`: "an optimizer.step()", for those who wait too long. Throws UsageError as PassTurn
-    /// does, and in a forked child.
+    /// Waits for the turn. `what`: name of the section in the error of threads that wait for it too
+    /// long, "an optimizer.step()". Throws UsageError as PassTurn does, and in a forked child.
     Turn(std::shared_ptr<Session> session, PassTurn::Section kind, const std::string& what);
     ~Turn();
     Turn(const Turn&) = delete;
@@ -89,106 +95,120 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
     const PassTurn::Section kind_;
   };
 
-  /// With several ranks: whether the gradients of the passes that follow become their mean at the
-  /// end of each, or all at the next step. Returns whether those before did.
+  /// Sets whether the gradients of the following passes become the ranks' mean at the end of each
+  /// pass, or all at the next step. Returns the previous setting; true where this process is alone.
   bool synchronise(bool on);
-  /// nullptr: this process is alone.
+  /// Returns the communication with the other ranks; nullptr where this process is alone.
   [[nodiscard]] SessionRanks* ranks() const noexcept { return ranks_.get(); }
   [[nodiscard]] const RankHomes& rank_homes() const noexcept { return rank_homes_; }
   [[nodiscard]] const CutHomes& cut_homes() const noexcept { return cut_homes_; }
-  /// nullptr: no gradients are in parts.
+  /// Returns the sharded gradients; nullptr where no gradients are sharded.
   [[nodiscard]] const GradientParts* gradient_parts() const noexcept {
     return gradient_parts_.get();
   }
-  /// The stage of ZeRO that weights are kept by; 0: this process is alone.
+  /// Returns the stage of ZeRO by which the ranks keep weights; 0 where this process is alone.
   [[nodiscard]] std::size_t zero_stage() const noexcept;
 
-  // The step, in this order.
-  /// With several ranks: gradients that are not their mean yet become it. `optimizer`: which steps,
-  /// of several.
+  // Calls of a step, in this order.
+  /// Averages over several ranks the gradients that are not yet the ranks' mean. `optimizer`: which
+  /// one steps, of several.
   void bring_together(std::optional<std::size_t> optimizer);
-  /// What there is of them.
+  /// Returns which gradients this rank has.
   [[nodiscard]] GradientMarks gradient_marks() const { return gradients_->marks(); }
-  /// Zeros where the parameter has no gradient, of a loss with that scale: others have one, who
-  /// are none of ranks().
+  /// Gives the parameter a gradient of zeros where it has none, of a loss with that scale:
+  /// processes that are not among ranks() have a gradient of it.
   void make_gradient_present(ParamId param, double scale);
-  /// Brings every parameter home and every gradient into its payload. Throws as GradientSink does.
+  /// Moves every parameter in a device slot to its host storage, and every gradient into its
+  /// payload. Throws as GradientSink does.
   GradientSummary collect_gradients(bool with_norm);
-  /// As GradientSink's. Throws OutOfMemory before any is scaled.
+  /// Same as GradientSink::scale, but throws OutOfMemory before any gradient is scaled.
   void scale_gradients(double factor);
-  /// As GradientSink's.
+  /// Same as GradientSink::refuse_edits.
   void refuse_gradient_edits() { gradients_->refuse_edits(); }
-  /// One step over the parameters that have a gradient. With Overlap::kForward it may still be
-  /// under way on return: torch's operators wait for what they read, anything else calls settle
-  /// first. If it throws, nothing has moved, or the run counts as broken.
+  /// Runs one step over the parameters that have a gradient. With Overlap::kForward the step may
+  /// still be under way on return: torch's operators wait for what they read, and anything else
+  /// calls settle first. If it throws, either nothing has changed or the run counts as broken.
   void update(const GroupOptions& options, double grad_scale) {
     updater_->step(options, grad_scale);
     passes_->turn().step_is_over();
   }
-  /// An optimizer's own step has updated these: as RankMeeting's, where there are several ranks.
+  /// Same as RankMeeting::weights_updated where there are several ranks, else no effect. For an
+  /// optimizer whose own step has updated these weights.
   void weights_updated(std::vector<WeightDigest> digests);
   void finish_step();
-  /// As Updater's.
+  /// Same as Updater::arm.
   void arm_updates(GroupOptions options) { updater_->arm(std::move(options)); }
-  /// Every rank is about to load; nothing has been changed. Throws as RankMeeting::meet_to_load.
+  /// Waits until every rank is about to load; nothing has been changed yet. Throws as
+  /// RankMeeting::meet_to_load.
   void meet_to_load();
-  /// A checkpoint comes: forgets a step that stopped in the middle and sends the parameters home.
-  /// The run counts as broken until end_load; states on NVMe that it replaces, or lost, are zeros.
+  /// Begins the load of a checkpoint: forgets a step that stopped in the middle, and moves the
+  /// parameters to their host storage. The run counts as broken until end_load. States on NVMe that
+  /// the load replaces, or that were lost, become zeros.
   void begin_load(RunLoad load);
   void end_load(RunLoad load);
-  /// Every rank has replaced weights, and calls it: from now on each may read what others keep.
+  /// Lets each rank read again what others keep. Every rank calls it once it has replaced its
+  /// weights.
   void share_homes();
-  /// Whether weights and states are those of one step. Where they are not, a training forward,
-  /// step() and settle throw UsageError.
+  /// Returns whether weights and states are those of one step. Where they are not, a training
+  /// forward, step() and settle throw UsageError.
   [[nodiscard]] bool whole() const { return integrity_.whole() && !torn(); }
-  /// Returns when no update is under way; rethrows what stopped one.
+  /// Waits until no update is under way; rethrows the error that stopped one.
   void await_updates() { updater_->wait_for_all(); }
-  /// Returns when neither a pass of another thread nor an update is under way; rethrows what
-  /// stopped one, and throws UsageError unless whole(). For whoever reads the values.
+  /// Waits until neither a pass of another thread nor an update is under way. Rethrows the error
+  /// that stopped an update, and throws UsageError unless whole(). For whoever reads the values.
   void settle();
-  void settle(ParamId param);  ///< of the parameter's chunk
-  /// Parameters may be read and written freely afterwards, until the next forward. Throws
-  /// UsageError where backward updated some chunks and step() never followed.
+  /// Waits until no update of the parameter's chunk is under way; rethrows the error that stopped
+  /// one.
+  void settle(ParamId param);
+  /// Moves every parameter in a device slot to its host storage. Parameters may be read and written
+  /// freely afterwards, until the next forward. Throws UsageError where backward updated some
+  /// chunks and step() never followed.
   void send_home();
 
-  /// As send_home, and from now on a save may read weights and states as they are, on a thread of
-  /// its own (reads()). Returns the chunks of which memory is known to somebody whom nothing holds
-  /// back: wait for them.
+  /// Same as send_home, and from now on a save may read weights and states as they are, on a thread
+  /// of its own (reads()). Returns the chunks whose memory somebody can reach whom nothing holds
+  /// back: the caller waits until these are read.
   [[nodiscard]] std::vector<ChunkId> begin_reads();
   [[nodiscard]] ChunkReads& reads() noexcept { return reads_; }
-  /// Behind begin_reads.
+  /// Returns the copies of chunks that a save reads, after begin_reads.
   [[nodiscard]] ChunkCopies& chunk_copies() noexcept { return *chunk_copies_; }
 
-  /// As ChunkUpdates'.
+  /// Same as ChunkUpdates::rule.
   [[nodiscard]] const UpdateRule& rule() const { return chunk_updates_->rule(); }
-  /// As ChunkUpdates'.
+  /// Same as ChunkUpdates::set_rounding.
   void set_rounding(std::uint64_t seed, std::vector<std::uint64_t> streams) {
     chunk_updates_->set_rounding(seed, std::move(streams));
   }
-  /// What the rule keeps of the parameters. It has no values before zero(). Before its memory is
-  /// used: settle(param).
+  /// Returns the optimizer states of the parameters. They have no values before zero(). Their
+  /// memory may be used after settle(param).
   [[nodiscard]] OptimizerState& optimizer_state() const noexcept { return *optimizer_state_; }
-  /// On a GPU a CPU tensor over the parameter's home, borrowed; nullopt: its home is on the GPU.
+  /// Returns, where the device computes by itself, a CPU tensor over the parameter's host storage,
+  /// borrowed. nullopt: the parameter is resident on the device, or its host storage is not in
+  /// memory all the time, or the device is the CPU.
   [[nodiscard]] std::optional<at::Tensor> home(ParamId param);
-  /// By HostPlaces; nullptr: all is in memory.
+  /// Returns the NVMe tier, with contents as HostPlaces numbers them; nullptr where all is in
+  /// memory.
   [[nodiscard]] const NvmeTier* nvme() const noexcept { return nvme_.get(); }
-  /// Of the pages that activations may take there, in that number; nullptr: there are none.
+  /// Returns the stream over the num_activation_pages() pages that activations may take on NVMe;
+  /// nullptr where there are none.
   [[nodiscard]] ChunkStream* activation_stream() const noexcept;
   [[nodiscard]] std::size_t num_activation_pages() const noexcept {
     return places_.nvme[HostPlaces::kActivations].chunks.size();
   }
-  /// "parameter 'x'", "the gradient of parameter 'x'" or such, where that is the storage's; else
-  /// empty.
+  /// Returns what the storage holds: "parameter 'x'", "the gradient of parameter 'x'" or such;
+  /// empty where it is none of this session's.
   [[nodiscard]] std::string content_of(const void* storage);
-  /// The parameter has an address, in memory that stays there, until the visit ends.
+  /// Gives the parameter an address, in memory that stays there, until the returned visit ends.
+  /// Returns nullptr where the parameter has an address without a visit.
   [[nodiscard]] std::shared_ptr<void> visit(ParamId param, bool writes);
-  /// As OptimizerState::views, but the same tensors at every call, and watched by the gate.
+  /// Same as OptimizerState::views, but returns the same tensors at every call, which the gate
+  /// watches.
   [[nodiscard]] const std::vector<at::Tensor>& states(ParamId param);
-  /// See StateViews::release. No update is under way.
+  /// Same as StateViews::release. Requires that no update is under way.
   void release_states(ParamId param) {
     state_views_->release(param, *gate_, index(layout_.place(param).chunk));
   }
-  /// As Updater's.
+  /// Same as Updater::steps.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return updater_->steps(); }
   [[nodiscard]] std::uint64_t gradient_bytes_moved() const noexcept {
     return gradients_->bytes_moved();
@@ -196,16 +216,18 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
 
   [[nodiscard]] const ChunkLayout& layout() const noexcept override { return layout_; }
   [[nodiscard]] Runtime& runtime() noexcept { return *runtime_; }
-  /// Its payloads and placements do not change; everything else belongs to the runtime.
+  /// Returns the chunk manager. Its payloads and placements do not change; all else in it belongs
+  /// to the runtime.
   [[nodiscard]] const ChunkManager& chunks() const noexcept { return *manager_; }
   [[nodiscard]] NonModelMemory& nonmodel() const noexcept { return *nonmodel_; }
   [[nodiscard]] CopyEngine& copies() const noexcept { return *copy_engine_; }
-  /// Where activations are.
+  /// Returns the device of the activations.
   [[nodiscard]] c10::Device torch_device() const { return own_device_.torch_device(); }
-  /// As SessionDevice's.
+  /// Same as SessionDevice::current_stream.
   [[nodiscard]] StreamId current_stream() const { return own_device_.current_stream(); }
   [[nodiscard]] MemoryTier& device() noexcept { return *device_; }
-  /// Of this model's chunks and of activations and temporaries; on a GPU those of all models.
+  /// Returns the device bytes of this model's chunks, activations and temporaries. On a GPU the
+  /// activations and temporaries are those of all models.
   [[nodiscard]] std::size_t device_bytes() const noexcept;
   [[nodiscard]] MemoryTier& host() noexcept { return *host_; }
 
@@ -225,13 +247,14 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   [[nodiscard]] bool torn() const noexcept;  ///< Whether a write to NVMe failed.
   [[nodiscard]] std::unique_ptr<StoredWeights> make_weights();
   void check_whole();          ///< Throws UsageError unless whole().
-  void check_ranks() const;    ///< Throws UsageError for what several do not have.
+  void check_ranks() const;    ///< Throws UsageError for what several ranks cannot do.
   void check_process() const;  ///< Throws UsageError in a forked child.
-  /// Whether somebody holds another tensor over the chunk's memory, which the gate does not watch.
+  /// Returns whether somebody holds another tensor over the chunk's memory, which the gate does not
+  /// watch.
   [[nodiscard]] bool aliased(ChunkId chunk) const {
     return gradients_->aliased(chunk) || aliased_values(chunk);
   }
-  [[nodiscard]] bool aliased_values(ChunkId chunk) const;  ///< weights or states
+  [[nodiscard]] bool aliased_values(ChunkId chunk) const;  ///< The same, without gradients.
   void place_chunks_again();
   void take_over(const Passes::Joined& joined);
   void note_updates();
@@ -253,7 +276,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   RankHomes rank_homes_;
   std::unique_ptr<Executor> executor_;
   CutHomes cut_homes_;
-  std::unique_ptr<GradientParts> gradient_parts_;  // nullptr: gradients are whole, or common
+  std::unique_ptr<GradientParts> gradient_parts_;  // nullptr: gradients are full, or shared
   const HostPlaces places_;
   std::unique_ptr<NvmeTier> nvme_;  // nullptr: nothing is there; outlives who borrows its streams
   std::unique_ptr<UpdateQueue>

@@ -14,18 +14,19 @@
 
 namespace castor {
 
-// What a session has on NVMe.
+// NVMe tier of a session.
 
-/// nullptr: there is no such tier.
+/// Returns the ledger of the NVMe tier; nullptr where there is no such tier.
 [[nodiscard]] std::shared_ptr<Ledger> nvme_ledger(const SessionOptions& options,
                                                   const std::string& owner);
-/// nullptr where nothing is there. `number`: of the model in this process; `taken`: of what the
-/// sessions may take there together. Throws OutOfMemory, and what NvmeTier does.
+/// Makes the NVMe tier; returns nullptr where nothing is on NVMe. `number`: the model's number
+/// among those of its plugin. `taken`: receives the bytes that the tier takes from what the
+/// sessions may take together. Throws OutOfMemory, and as NvmeTier.
 [[nodiscard]] std::unique_ptr<NvmeTier> make_nvme(const HostPlaces& places,
                                                   const SessionOptions& options, MemoryTier& host,
                                                   Executor& executor, Ledger* ledger,
                                                   std::size_t number, Reservation& taken);
-/// nullptr: nothing of that content is on NVMe.
+/// Returns the stream of a content (HostPlaces); nullptr where nothing of that content is on NVMe.
 [[nodiscard]] ChunkStream* stream_of(const std::unique_ptr<NvmeTier>& nvme, std::size_t content);
 
 }  // namespace castor

@@ -22,21 +22,21 @@ struct SessionOptions {
   LayoutOptions layout;
   PlacementOptions placement;
   RuntimeOptions runtime;
-  /// That the session takes from, with the others that have them.
+  /// Budgets that the session takes from, with the other sessions that have them.
   std::shared_ptr<SharedBudgets> budgets;
-  /// The model's, for errors.
+  /// Name of the model, for errors.
   std::string name;
-  /// Of this session alone.
+  /// Backend of the device, of this session alone.
   std::shared_ptr<DeviceBackend> backend;
   OptimizerStateOptions state;
   Overlap overlap = Overlap::kNone;
-  /// That update, copy and convert; 0: as many as there are cores.
+  /// Number of threads that update, copy and convert; 0: as many as there are cores.
   std::size_t num_threads = 0;
-  /// What several ranks keep parts of at least (ZeRO): 1, 2 or 3, as GeminiPlugin; 0: any.
+  /// Lowest ZeRO stage by which the ranks may shard: 1, 2 or 3, as GeminiPlugin; 0: any.
   std::size_t zero_stage = 0;
-  /// Copies of the weights that ranks keep in parts, each over as many of them: as GeminiPlugin.
+  /// Number of replicas of sharded weights, each sharded over as many ranks: as GeminiPlugin.
   std::size_t extra_dp_size = 1;
-  /// nullopt: this process is alone.
+  /// Groups of the ranks that train the model; nullopt where this process is alone.
   std::optional<RankGroups> ranks;
 };
 

@@ -22,17 +22,18 @@
 
 namespace castor {
 
-/// For a rank's payloads of a kind, where they live for good when it is called, or are promoted
-/// later. Takes what it needs from the host, and throws OutOfMemory. All outlive it.
+/// Makes the staging for payloads of one kind, whether they live on the device for good when this
+/// is called or become resident later. Takes the memory that it needs from the host, and throws
+/// OutOfMemory. All arguments outlive it.
 [[nodiscard]] DeviceStaging make_staging(ChunkManager& chunks, PayloadKind kind, CopyEngine& copies,
                                          const SessionDevice& device);
 
-/// What a session does with the other ranks that train its model. Owned by the session.
+/// Communication of a session with the other ranks that train its model. Owned by the session.
 class SessionRanks {
  public:
-  /// Meets the others; see RankMeeting and RankGradients, whose errors it throws. All but the
-  /// groups outlive this. `homes`: see RankWeights. `parts`: of gradients; nullptr: there are none.
-  /// `copies`: between the device and the host.
+  /// Meets the other ranks; throws as RankMeeting and RankGradients. All arguments but the groups
+  /// outlive this. `homes`: see RankWeights. `parts`: the sharded gradients; nullptr where there
+  /// are none. `copies`: between the device and the host.
   SessionRanks(const RankGroups& groups, ChunkManager& chunks, const ShardMap& shards,
                GradientSink& gradients, GradientParts* parts, const StatePlaces& places,
                const RankHomes& homes, CopyEngine& copies, Executor& executor)
@@ -56,18 +57,18 @@ class SessionRanks {
   [[nodiscard]] RankStates& states() noexcept { return states_; }
   [[nodiscard]] RankWeights& weights() noexcept { return weights_; }
 
-  /// Returns when every rank is here, which is known to come.
+  /// Waits until every rank is here. For ranks that are known to come.
   void meet() { castor::meet(*passes_); }
 
-  /// As RankMeeting's.
+  /// Same as RankMeeting::weights_updated.
   void weights_updated(std::vector<WeightDigest> digests) {
     meeting_.weights_updated(std::move(digests));
   }
 
-  // Around the replacing of weights, which every rank does. Throw as RankMeeting.
-  /// From now on no rank reads them.
+  // Every rank calls these two around a replacement of weights. Both throw as RankMeeting.
+  /// Waits until no rank reads the others' weights any more.
   void begin_load() { meeting_.meet_to_load(); }
-  /// All ranks have theirs, and may read the others' again.
+  /// Waits until all ranks have replaced their weights: each may read the others' again.
   void end_load(const StatePlaces& places) {
     meeting_.meet_to_load();
     std::vector<const Payload*> weights;
@@ -77,7 +78,8 @@ class SessionRanks {
     weights_.settle(weights);
   }
 
-  /// This run cannot go on here: nobody shall wait for it. From any thread.
+  /// Leaves the other ranks, because this run cannot go on here: nobody shall wait for it. From any
+  /// thread.
   void leave() noexcept {
     left_ = true;
     gradients_.leave();
@@ -96,15 +98,17 @@ class SessionRanks {
   [[nodiscard]] std::size_t rank() const noexcept { return passes_->rank(); }
   [[nodiscard]] std::size_t size() const noexcept { return passes_->size(); }
   [[nodiscard]] const std::string& link() const noexcept { return link_; }
-  /// Of gradients and weights, to other ranks.
+  /// Returns the bytes of gradients and weights that this rank has sent to others.
   [[nodiscard]] std::uint64_t bytes_sent() const noexcept {
     return gradients_.figures().bytes_sent() + weights_.figures().bytes_sent();
   }
-  /// ... and of them to ranks of other machines, where each has homes that its ranks share.
+  /// Returns those of bytes_sent() that went to ranks of other machines, where each machine has
+  /// host storage that its ranks share.
   [[nodiscard]] std::uint64_t bytes_crossed() const noexcept {
     return gradients_.figures().bytes_crossed() + weights_.figures().bytes_crossed();
   }
-  /// Of both; they may have run beside each other.
+  /// Returns the time that gradients and weights took, added up; the two may have run beside each
+  /// other.
   [[nodiscard]] std::chrono::nanoseconds time() const noexcept {
     return gradients_.figures().time() + weights_.figures().time();
   }

@@ -13,13 +13,13 @@
 
 namespace castor {
 
-/// What the sessions of one plugin may take together of a device, of the host and of NVMe, and who
-/// of them makes room for whom (docs/design/0038). Owned by the plugin and its sessions together.
-/// Thread-safe.
+/// Budgets that the sessions of one plugin share: of a device, of the host and of NVMe. Also has
+/// the group of runtimes that make room for each other (docs/design/0038). Owned jointly by the
+/// plugin and its sessions. Thread-safe.
 class SharedBudgets {
  public:
-  /// Bytes. Throws InvalidArgument if a tier has none. `nvme_bytes` count where there are
-  /// directories.
+  /// Makes budgets of these bytes. Throws InvalidArgument if a tier has none. `nvme_bytes` count
+  /// where there are directories.
   SharedBudgets(std::size_t device_bytes, std::size_t host_bytes, std::size_t nvme_bytes)
       : device_(std::make_shared<Budget>(TierKind::kDevice, device_bytes)),
         host_(std::make_shared<Budget>(TierKind::kHost, host_bytes)),
@@ -30,19 +30,19 @@ class SharedBudgets {
   [[nodiscard]] const std::shared_ptr<Budget>& nvme() const noexcept { return nvme_; }
   [[nodiscard]] const std::shared_ptr<RuntimeGroup>& runtimes() const noexcept { return runtimes_; }
 
-  /// Models that have joined and are not gone.
+  /// Returns the number of models that have joined and are not gone.
   [[nodiscard]] std::size_t num_models() const;
 
-  /// One model's place among the others, from its boost to its end. Outlived by the budgets.
+  /// Place of one model among the others, from its boost to its end. The budgets outlive it.
   class Place {
    public:
     Place(SharedBudgets& budgets, const std::string& model);
     Place(const Place&) = delete;
     Place& operator=(const Place&) = delete;
     ~Place();
-    /// From 1 on; the lowest that no other model has.
+    /// Returns the model's number, from 1 on: the lowest that no other model had.
     [[nodiscard]] std::size_t number() const noexcept { return number_; }
-    /// For errors: "LlamaForCausalLM (model 2 of its plugin)".
+    /// Returns the model's name for errors: "LlamaForCausalLM (model 2 of its plugin)".
     [[nodiscard]] const std::string& owner() const noexcept { return owner_; }
 
    private:
@@ -51,12 +51,13 @@ class SharedBudgets {
     const std::string owner_;
   };
 
-  /// The one account of what torch takes of a device that has memory of its own, where nobody can
-  /// tell whose a tensor is. It counts from the first follow_torch on.
+  /// Returns the one account of torch's tensors on a device that has memory of its own, where
+  /// nobody can tell which model a tensor belongs to. It counts from the first follow_torch on.
   [[nodiscard]] const std::shared_ptr<NonModelMemory>& tensors_of_torch() const noexcept {
     return tensors_;
   }
-  /// What the device's allocator does is told there as long as these budgets are.
+  /// Lets tensors_of_torch() follow the device's allocator as long as these budgets live. Calls
+  /// after the first have no effect.
   void follow_torch(const std::shared_ptr<DeviceBackend>& backend);
 
  private:
@@ -69,7 +70,7 @@ class SharedBudgets {
   const std::shared_ptr<NonModelMemory> tensors_ =
       std::make_shared<NonModelMemory>(std::make_shared<Ledger>(device_, ""));
   mutable Mutex mutex_;
-  std::set<std::size_t> numbers_ CASTOR_GUARDED_BY(mutex_);  // that models have
+  std::set<std::size_t> numbers_ CASTOR_GUARDED_BY(mutex_);  // of num_models()
   std::shared_ptr<DeviceAccount> account_ CASTOR_GUARDED_BY(mutex_);
 };
 

@@ -25,8 +25,8 @@ class SharedHomes;
 class StoredWeights;
 class WeightParts;
 
-/// The payloads of a chunk that are an optimizer's: what 16-bit parameters lack of their fp32
-/// masters, and the states of its rule, by number.
+/// Numbers of the payloads that an optimizer keeps of a chunk: what 16-bit parameters lack of their
+/// fp32 masters, then the states of its rule.
 inline constexpr PayloadKind kMasterPayload = state_payload(0);
 inline constexpr PayloadKind kRemainderPayload = state_payload(1);
 [[nodiscard]] constexpr PayloadKind rule_payload(std::size_t state) noexcept {
@@ -34,74 +34,83 @@ inline constexpr PayloadKind kRemainderPayload = state_payload(1);
 }
 static_assert(2 + kMaxRuleStates <= kMaxStatePayloads);
 
-/// Bytes at which a chunk aligns its parameters for a rule: what it updates together begins with a
-/// parameter (docs/design/0012).
+/// Returns the bytes at which a chunk aligns its parameters for a rule: elements that the rule
+/// updates together begin with a parameter (docs/design/0012).
 [[nodiscard]] std::size_t param_alignment(const UpdateRule* rule, ScalarType precision);
 
-/// What an optimizer keeps of a chunk on each of so many ranks, as messages call it.
+/// Returns the payloads that an optimizer keeps of a chunk on each of `ranks` ranks, named as
+/// messages call them.
 [[nodiscard]] std::vector<PayloadSpec> state_payloads(const ChunkSpec& chunk,
                                                       const UpdateRule* rule,
                                                       std::size_t ranks = 1);
 
-/// Where a chunk's payloads lie at the moment, by PayloadKind; nullptr: it has none of that kind.
+/// Current addresses of a chunk's payloads, by PayloadKind; nullptr: it has none of that kind.
 using ChunkMemory = std::array<std::byte*, kNumPayloadKinds>;
 
-/// Where the bytes of optimizer states are: in payloads beside their chunk's home, or all of a
-/// chunk's on NVMe; and how they come into memory that the host addresses. Of several ranks each
-/// has its own part of every chunk's (ShardMap). Owned by the session.
-/// Calls on different chunks may come from different threads; whoever uses a chunk's memory sees to
-/// it that nobody else does.
+/// Store of the optimizer states: in payloads beside their chunk's host storage, or all of a
+/// chunk's on NVMe. Brings the states into memory that the host addresses. With several ranks each
+/// has its own shard of every chunk's states (ShardMap). Owned by the session.
+/// Calls on different chunks may come from different threads; whoever uses a chunk's memory makes
+/// sure that nobody else does.
 ///
 /// For chunks on NVMe every call may throw IoError or CorruptionError.
 class StatePlaces {
  public:
-  /// Adds the payloads of every chunk with states to `manager`, their contents unspecified, unless
-  /// they are `stored`: then chunk i of `stream` has them, by state_payloads, and they begin as
-  /// zeros. Throws OutOfMemory; InvalidArgument for a format that the chunks' type does not have,
-  /// or a layout without its param_alignment. All outlive this. `stream`: nullptr where nothing is
-  /// stored. `weights` has the parameters and gradients that are on NVMe; nullptr: all are in
-  /// memory. `homes`: of parameters, that ranks share; nullptr: there are none. `parts`: of
-  /// parameters, of which `weights` are the whole; nullptr: they are in one piece. `gradients`:
-  /// that are in parts; nullptr: none.
+  /// Adds the payloads of every chunk with states to `manager`, their contents unspecified. If the
+  /// chunk is `stored`, chunk i of `stream` has them instead, by state_payloads, and they begin as
+  /// zeros. All arguments outlive this.
+  ///
+  /// - `stream`: nullptr where nothing is stored.
+  /// - `weights`: parameters and gradients that are on NVMe, or the full parameters of `parts`;
+  ///   nullptr: all are in memory.
+  /// - `homes`: host storage of parameters that ranks share; nullptr: there is none.
+  /// - `parts`: the shards of parameters; nullptr: parameters are not sharded.
+  /// - `gradients`: the sharded gradients; nullptr: there are none.
+  ///
+  /// Throws OutOfMemory; InvalidArgument for a format that the chunks' type does not have, or a
+  /// layout without its param_alignment.
   StatePlaces(ChunkManager& manager, const ShardMap& shards, std::shared_ptr<const UpdateRule> rule,
               std::vector<bool> stored, ChunkStream* stream, StoredWeights* weights,
               const SharedHomes* homes, WeightParts* parts, const GradientParts* gradients,
               const SessionDevice& device);
 
-  /// What the chunk has, in the order of its payloads on NVMe; nothing where it is frozen, or
-  /// another optimizer than the rule updates it.
+  /// Returns the kinds of state that the chunk has, in the order of its payloads on NVMe; none
+  /// where it is frozen, or another optimizer than the rule updates it.
   [[nodiscard]] const std::vector<PayloadKind>& kinds(ChunkId chunk) const {
     return kinds_[index(chunk)];
   }
   [[nodiscard]] bool has(ParamId param, PayloadKind kind) const;
-  /// As checkpoints and reports call it: "exp_avg".
+  /// Returns the name of a kind in checkpoints and reports: "exp_avg".
   [[nodiscard]] std::string_view name_of(PayloadKind kind) const;
 
   [[nodiscard]] bool on_device(ChunkId chunk) const { return device_.holds(manager_, chunk); }
-  /// Whether the chunk's payloads lie on NVMe: there are no views of them then.
+  /// Returns whether the chunk's states lie on NVMe; then there are no views of them.
   [[nodiscard]] bool stored(ChunkId chunk) const { return stored_[index(chunk)]; }
-  /// Whether this rank has a part of the chunk's parameters, and others the rest.
+  /// Returns whether the chunk's parameters are sharded, with one shard on this rank.
   [[nodiscard]] bool cut(ChunkId chunk) const noexcept;
-  /// Whether something that the chunk's update needs is on NVMe.
+  /// Returns whether something that the chunk's update needs is on NVMe.
   [[nodiscard]] bool stored_in_part(ChunkId chunk) const {
     return stored(chunk) || (manager_.stored(chunk) && !cut(chunk));
   }
-  /// Whether there are views of the chunk's payloads: not where they may be now in memory of the
-  /// host and now in that of a device, between which a torch tensor cannot move, nor where other
-  /// ranks have parts of them.
+  /// Returns whether there are views of the chunk's states. There are none in these cases:
+  /// - The states may move between the host and a device; a torch tensor cannot.
+  /// - The states lie on NVMe.
+  /// - Other ranks have shards of them.
   [[nodiscard]] bool shown(ChunkId chunk) const {
     return !device_.computes_by_itself() && !stored(chunk) && shards_.ranks() == 1;
   }
-  /// What the chunk has on NVMe, with bytes.
+  /// Returns the kinds of state that the chunk has on NVMe, with their bytes.
   [[nodiscard]] std::vector<std::pair<PayloadKind, std::size_t>> stored_payloads(
       ChunkId chunk) const;
   [[nodiscard]] const SessionDevice& device() const noexcept { return device_; }
 
-  /// Bytes of the parameter's first `numel` elements.
+  /// Returns the bytes of the parameter's first `numel` elements.
   [[nodiscard]] std::size_t bytes(ParamId param, PayloadKind kind, std::size_t numel) const;
-  /// The first element of a parameter, or of its gradient; nullptr when there is none in memory.
+  /// Returns the address of the first element of a parameter, or of its gradient; nullptr when it
+  /// is in no memory.
   [[nodiscard]] std::byte* element(ParamId param, PayloadKind kind) const;
-  /// ... or another one, or a state's that is this rank's, in memory that the others below give.
+  /// Returns the address of element `number` of a parameter, of its gradient, or of a state whose
+  /// element is in this rank's shard. `memory` comes from the functions below.
   [[nodiscard]] std::byte* element(const ChunkMemory& memory, ParamId param, PayloadKind kind,
                                    std::size_t number = 0) const;
   template <typename T>
@@ -112,46 +121,49 @@ class StatePlaces {
 
   /// Throws UsageError unless operators may change the parameter.
   void check_writable(ParamId param) const;
-  /// Around an update of the chunk, which every rank makes: from the first on, whoever reads its
-  /// parameters waits for the second. No effect unless cut().
+  /// Begins an update of the chunk, which every rank makes: whoever reads its parameters from now
+  /// on waits for end_update. No effect unless cut().
   void begin_update(ChunkId chunk) const;
   void end_update(ChunkId chunk) const;
 
   using Work = std::function<void(const ChunkMemory&)>;
-  /// Calls `work` while the host addresses the chunk's states, or copies of them; and ...
+  /// Calls `work` while the host addresses the chunk's states, or copies of them.
   void with_states(ChunkId chunk, StreamAccess access, const Work& work) const;
-  /// ... its parameters and gradients too, to be updated.
+  /// Same as with_states, but `work` gets the chunk's parameters and gradients too, to be updated.
   void with_all(ChunkId chunk, const Work& work) const;
-  /// Calls `work` with the parameter's first element at home, all of which it overwrites. Where
-  /// ranks share homes all overwrite it, and none reads it from before the first does until all
-  /// have.
+  /// Calls `work` with the address of the parameter's first element in its host storage; `work`
+  /// overwrites the full parameter. Where ranks share host storage, all of them overwrite it. No
+  /// rank reads it from before the first does so until all have.
   void with_home(ParamId param, const std::function<void(std::byte*)>& work) const;
-  /// Calls `work` with the first element of a parameter that lies in no memory, which is read.
+  /// Reads a parameter that lies in no memory, and calls `work` with the address of its first
+  /// element.
   void with_stored_weights(ParamId param, const std::function<void(const std::byte*)>& work) const;
-  /// The chunk's parameters.
+  /// Returns the payload of the chunk's parameters.
   [[nodiscard]] const Payload& weights(ChunkId chunk) const {
     return payload(chunk, PayloadKind::kParam);
   }
-  /// Requires that the chunk has one of that kind.
+  /// Returns the chunk's payload of a kind. Requires that the chunk has one.
   [[nodiscard]] const Payload& payload(ChunkId chunk, PayloadKind kind) const {
     return *manager_.payload(chunk, kind);
   }
-  /// All payloads of a chunk in memory, where they are.
+  /// Returns the addresses of all payloads of a chunk that are in memory.
   [[nodiscard]] ChunkMemory in_place(ChunkId chunk) const;
-  /// Before the host writes the chunk's home: no copy reads it any more.
+  /// Waits until no copy reads the chunk's host storage any more. To be called before the host
+  /// writes it.
   void host_writes_home(ChunkId chunk) const;
   [[nodiscard]] std::vector<std::byte> bytes_of_device(const std::byte* data,
                                                        std::size_t bytes) const;
   void copy_from_device(std::span<const std::byte> bytes, std::byte* target) const;
 
-  /// These chunks will be updated next, in this order: what lies on NVMe is read ahead.
+  /// Announces the chunks that will be updated next, in this order: starts to read ahead what lies
+  /// on NVMe.
   void announce(std::span<const ChunkId> chunks);
-  /// Returns when every change is on NVMe.
+  /// Waits until every change is on NVMe.
   void flush();
-  /// Whether a write to NVMe failed since the last discard_stored(): a state is lost.
+  /// Returns whether a write to NVMe failed since the last discard_stored(): a state is lost.
   [[nodiscard]] bool torn() const noexcept { return stream_ != nullptr && stream_->torn(); }
-  /// What lies on NVMe becomes zeros: all of it is about to be loaded, or lost its meaning in a
-  /// step that failed. A master of zero becomes its parameter's value in the next update.
+  /// Sets all states on NVMe to zeros, because they are about to be loaded, or lost their meaning
+  /// in a step that failed. A master of zero becomes its parameter's value in the next update.
   void discard_stored();
 
  private:

@@ -15,15 +15,16 @@
 
 namespace castor {
 
-/// Tells of the moments of a model's steps, as the runtime records those of a boosted one, and
-/// keeps nothing: each gradient is gone once it has arrived, as one that went to its chunk's
-/// payload. Follows the gradients of `params` until it is gone.
+/// Reporter of the events of a model's steps, as the runtime records those of a boosted model.
+/// Keeps nothing: each gradient is gone once it has arrived, as one that went to its chunk's
+/// payload. Follows the gradients of `params` until it is destroyed.
 class StepRecorder final : public StepEvents {
  public:
-  /// Of a moment's kind, and the module or chunk that it names (Event).
+  /// Gets an event's kind, and the number of the module or chunk that the event names (Event).
   using Tell = std::function<void(EventKind, std::uint32_t)>;
 
-  /// `params` in ParamId order, as autograd knows them.
+  /// Makes a recorder and begins to follow gradients. `params`: in ParamId order, as autograd knows
+  /// them.
   static std::shared_ptr<StepRecorder> create(ChunkLayout layout, std::vector<at::Tensor> params,
                                               Tell tell);
   StepRecorder(const StepRecorder&) = delete;

@@ -9,21 +9,21 @@
 
 namespace castor {
 
-/// Tells whether torch's operators have written to one of some storages: those of a chunk.
+/// Record of whether torch's operators have written to one of some storages: those of a chunk.
 ///
 /// An operator counts its write in the version counter of the tensor that it is given, which views
-/// and detach() share. The counters of all tensors over the storages are followed: of those that
-/// are given to follow(), and of those that are made later with a counter of their own (`.data`,
-/// `tensor.data = parameter`, `set_`). Operators that count nothing (the fused optimizers of torch,
-/// most operators of C++ extensions) are known by what their schemas say they write.
+/// and detach() share. The record follows the counters of all tensors over the storages. Such
+/// tensors are given to follow(), or made later with a counter of their own (`.data`,
+/// `tensor.data = parameter`, `set_`). Some operators count nothing (the fused optimizers of torch,
+/// most operators of C++ extensions): their schemas say what they write.
 ///
-/// Not seen is what writes without an operator: to an address, through numpy or DLPack.
+/// Writes without an operator are not seen: to an address, through numpy or DLPack.
 ///
 /// Owned by ChunkStorages. Thread-safe.
 class StorageWrites {
  public:
-  /// Watches the storages, none of which may be resizable, while this lives; they have to outlive
-  /// it.
+  /// Watches the storages while this lives; they have to outlive it. Throws InvalidArgument if one
+  /// is resizable.
   explicit StorageWrites(std::span<const c10::Storage> storages);
   ~StorageWrites();
   StorageWrites(const StorageWrites&) = delete;
@@ -31,12 +31,12 @@ class StorageWrites {
 
   /// Follows a tensor over one of the storages, and those that share its version counter.
   void follow(const at::TensorBase& tensor);
-  /// `other`, which may not be resizable, takes the place of one of the storages.
+  /// Watches `other`, which may not be resizable, in place of one of the storages.
   void replace(const c10::Storage& storage, const c10::Storage& other);
-  /// While one of the storages has more than `uses` references, it counts as written: of the
-  /// tensors over it some are not known.
+  /// Counts a storage as written while it has more than `uses` references: some of the tensors over
+  /// it are not known.
   void distrust(const c10::Storage& storage, std::size_t uses);
-  /// One of the storages is written, which nothing else tells.
+  /// Records a write to one of the storages that nothing else reports.
   void note() noexcept;
   void snapshot() noexcept;
   [[nodiscard]] bool since_snapshot() const noexcept;
@@ -63,22 +63,23 @@ class StorageWrites {
   std::vector<Counter> counters_;
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> uncounted_;  // made in inference mode
   std::size_t prune_at_ = 0;                                         // counters
-  bool written_ = false;  // since the snapshot, as others than counters_ tell
+  bool written_ = false;  // since the snapshot, by other signs than counters_
 };
 
-/// Operators that torch has got to know since the last call, and that count none of their writes,
-/// are told of from now on. Costs next to nothing while there are none.
+/// Watches from now on the operators that torch has got to know since the last call and that count
+/// none of their writes. Costs next to nothing while there are none.
 void notice_new_operators();
 
-/// Whether somebody's writes to the storage are asked for.
+/// Returns whether a StorageWrites watches the storage.
 [[nodiscard]] bool is_watched(const c10::Storage& storage);
 
-/// How often a tensor over a storage that is watched, or as good as that, was given other memory
+/// Returns how often a tensor over a storage that is watched, or may be, was given other memory
 /// (`.data =`, `set_`), in the whole process.
 [[nodiscard]] std::uint64_t num_given_memory() noexcept;
 
-/// What runs before torch makes a tensor of its own over another's memory (`.data`): pickling a
-/// parameter begins so, and reads its storage then. One for the process; from any thread.
+/// Function that runs before torch makes a tensor of its own over another's memory (`.data`):
+/// pickling a parameter begins so, and then reads its storage. There is one for the process, called
+/// from any thread.
 using BeforeData = void (*)(const at::TensorBase& tensor);
 void set_before_data(BeforeData call) noexcept;
 

@@ -21,60 +21,65 @@
 
 namespace castor {
 
-/// Use of a chunk's parameters (parts 0 to n - 1, by chunk) or gradients (parts n to 2n - 1).
+/// Use of a chunk's parameters or gradients. Of n chunks, part i is the parameters of chunk i, and
+/// part n + i its gradients.
 struct WeightUse {
   std::size_t part = 0;
   bool writes = false;
 };
 
-/// What chunks have their homes in no memory, and how.
+/// Chunks whose parameters have no permanent storage in memory, and how these are used.
 struct StoredHomes {
   std::vector<bool> chunks;
-  bool gradients = true;  ///< theirs too
-  /// Whether operators may change weights; else steps and loads alone do, where the weights are.
+  bool gradients = true;  ///< whether the same holds for their gradients
+  /// Whether operators may change weights. If not, only steps and loads do, where the weights are.
   bool writable = true;
-  std::size_t max_held = 0;  ///< as HomeStore::max_held
-  std::string no_address;    ///< what torch says to whoever asks for it
+  std::size_t max_held = 0;  ///< chunks; see HomeStore::max_held
+  std::string no_address;    ///< torch's message to whoever asks for it
 };
 
-/// Parameters and gradients on NVMe, of the chunks that the host has no room for; or parameters of
-/// which each rank has a part (CutHomes). They come into
-/// host memory through a window, part by part: to be copied to the device, to be updated, and for
-/// any operator that reads them elsewhere.
+/// Store of parameters and gradients on NVMe, of the chunks that the host has no room for; or of
+/// parameters that are sharded over ranks (CutHomes). A window brings them into host memory, part
+/// by part: to be copied to the device, to be updated, and for any operator that reads them
+/// elsewhere.
 ///
-/// Outside of operators, and of modules that run on the device, its storage points nowhere, and
-/// torch tells whoever asks for the address: nobody can keep one that will be another part's.
+/// Outside of operators, and of modules that run on the device, the storage of a part points
+/// nowhere, and torch throws where it is asked for the address. So nobody can keep an address that
+/// will be another part's.
 ///
-/// A device that computes by itself reads and writes the window where it is: what leaves it waits
-/// for the copies and operators that were given its memory.
+/// A device that computes by itself reads and writes the window where it is. A part leaves the
+/// window only after the copies and operators that were given its memory.
 ///
-/// Owned by the session. Thread-safe, but for the binding of parameters, which the thread does that
-/// runs forward, backward and step. What waits for a read may throw IoError or CorruptionError.
+/// Owned by the session. Thread-safe, except for the binding of parameters, which only the thread
+/// does that runs forward, backward and step. Calls that wait for a read may throw IoError or
+/// CorruptionError.
 class StoredWeights final : public HomeStore {
  public:
-  /// Of the window: enough for a chunk's update (parameters and gradients), a gradient that
-  /// arrives and an operator, beside one copy to the device.
+  /// Least number of window buffers: enough for a chunk's update (parameters and gradients), a
+  /// gradient that arrives and an operator, beside one copy to the device.
   static constexpr std::size_t kLeastSlots = 5;
-  /// max_held() of a window with that many.
+  /// Returns max_held() of a window with that many buffers.
   [[nodiscard]] static constexpr std::size_t max_held_in(std::size_t num_slots) noexcept {
     return num_slots - (kLeastSlots - 1);
   }
 
-  /// By part, what lies on NVMe where those chunks are stored.
+  /// Returns, by part, the payloads that lie on NVMe where those chunks are stored.
   [[nodiscard]] static std::vector<std::vector<PayloadSpec>> parts_of(
       const ChunkLayout& layout, const std::vector<bool>& stored);
-  /// Those on NVMe: of parts_of(layout, stored), in a stream of so many slots.
+  /// Describes chunks on NVMe: those of parts_of(layout, stored), in a stream of `num_slots`
+  /// buffers.
   [[nodiscard]] static StoredHomes on_nvme(std::vector<bool> stored, std::size_t num_slots);
-  /// Those of which each rank has its part.
+  /// Describes chunks of which each rank has its shard.
   [[nodiscard]] static StoredHomes on_ranks(std::vector<bool> cut, std::size_t max_held);
-  /// `stream` is over the chunks' parts, parameters first. All outlive this.
+  /// Serves the chunks of `homes`. `stream` is over the chunks' parts, parameters first. All
+  /// references outlive this.
   StoredWeights(const ChunkLayout& layout, StoredHomes homes, const ChunkStorages& storages,
                 ChunkStream& stream, const SessionDevice& device);
   StoredWeights(const StoredWeights&) = delete;
   StoredWeights& operator=(const StoredWeights&) = delete;
 
-  /// From now on the storages' addresses are told only while they point somewhere. Once their
-  /// tensors are made.
+  /// Lets torch tell the storages' addresses from now on only while they point somewhere. To be
+  /// called once their tensors are made.
   void forbid_addresses();
 
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept override { return stored_[index(chunk)]; }
@@ -92,15 +97,15 @@ class StoredWeights final : public HomeStore {
   [[nodiscard]] std::size_t gradients_of(ChunkId chunk) const noexcept {
     return stored_.size() + index(chunk);
   }
-  /// The storage of a gradient of a stored chunk; no storage for frozen ones.
+  /// Returns the storage of a gradient of a stored chunk; no storage for frozen ones.
   [[nodiscard]] const c10::Storage& gradient_storage(ParamId param) const {
     return gradients_->storage(param);
   }
-  /// See GradientStorages::renew.
+  /// Same as GradientStorages::renew.
   c10::Storage renew_gradient_storage(ParamId param) { return gradients_->renew(param); }
 
   using Holds = std::vector<ChunkStream::Hold>;
-  /// Parts that are in memory, and their storages bound there, while it lives.
+  /// Visit to some parts: while it lives, they are in memory and their storages are bound there.
   class Visit {
    public:
     Visit(StoredWeights& weights, std::vector<std::size_t> parts, Holds holds) noexcept
@@ -117,25 +122,29 @@ class StoredWeights final : public HomeStore {
     std::vector<std::size_t> parts_;
     Holds holds_;
   };
-  /// Different parts; parameters that are bound to the device must not be among them.
+  /// Brings different parts into memory and binds their storages there. Parameters that are bound
+  /// to the device must not be among them.
   [[nodiscard]] std::unique_ptr<Visit> visit(std::span<const WeightUse> uses);
-  /// Parameters and gradients of a chunk for its update, in this order.
+  /// Brings a chunk's parameters and gradients into memory for its update; returns them in this
+  /// order.
   [[nodiscard]] Holds hold_for_update(ChunkId chunk);
-  /// These will be updated next.
+  /// Announces the chunks that will be updated next: starts to read them ahead.
   void announce_updates(std::span<const ChunkId> chunks);
   void forget_announced() { stream_.forget_announced(); }
-  /// Calls `use` with the gradients of one chunk after the other, which are read ahead.
+  /// Calls `use` with the gradients of one chunk after the other, and reads the next ones ahead.
   void read_gradients(std::span<const ChunkId> chunks,
                       const std::function<void(ChunkId, const std::byte*)>& use);
 
-  /// What the window has of the chunk's parameters is out of date, and nobody uses it.
+  /// Forgets the chunk's parameters in the window, which are out of date. Requires that nobody uses
+  /// them.
   void forget(ChunkId chunk) { stream_.forget(parameters_of(chunk)); }
-  /// Returns when no parameters are on their way into the window.
+  /// Waits until no parameters are on their way into the window.
   void await_reads() { stream_.await_reads(); }
 
-  /// Nobody will ask for the gradients before all of them have been written again.
+  /// Discards the chunk's gradients: nobody will ask for them before all have been written again.
   void discard_gradients(ChunkId chunk);
-  /// All parameters are about to be replaced; gradients become zeros, if any are lost.
+  /// Discards all parameters, which are about to be replaced; gradients become zeros, if any values
+  /// are lost.
   void discard_parameters();
 
   [[nodiscard]] bool torn() const noexcept { return stream_.torn(); }
@@ -143,7 +152,7 @@ class StoredWeights final : public HomeStore {
  private:
   void await_operators() const noexcept;
   void unbind(std::span<const std::size_t> parts) noexcept;
-  /// Those of a part's tensors, at `address` or nowhere.
+  /// Points the storages of a part's tensors at `address`, or nowhere where that is nullptr.
   void bind(std::size_t part, std::byte* address) const noexcept;
 
   struct Part {
@@ -157,7 +166,7 @@ class StoredWeights final : public HomeStore {
   ChunkStream& stream_;
   const SessionDevice& device_;
   std::unique_ptr<GradientStorages> gradients_;
-  Mutex mutex_;  // nothing else is taken while it is held
+  Mutex mutex_;  // no other mutex is taken while it is held
   std::vector<Part> parts_ CASTOR_GUARDED_BY(mutex_);
 };
 

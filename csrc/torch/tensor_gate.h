@@ -13,88 +13,91 @@
 
 namespace castor {
 
-/// Holds torch's operators back from tensors whose memory something else is still using: an update
-/// that has yet to run, a copy that is under way.
+/// Gate that holds torch's operators back from tensors whose memory something else still uses: an
+/// update that has yet to run, or a copy that is under way.
 ///
-/// Tensors are watched in groups that open and close together. While a group is closed, the first
-/// operator that takes one of its tensors, or an alias made meanwhile by `.data`, calls `settle`
-/// for the group, which returns when the memory may be used; the group is open from then on. That
-/// is whoever reads weights, gradients or moments between two steps: an exponential average, a
-/// norm, a state_dict, zero_grad, another module. While nothing is closed it costs nothing.
+/// Tensors are watched in groups, each of which opens and closes as one. While a group is closed,
+/// the first operator that takes one of its tensors, or an alias made meanwhile by `.data`, calls
+/// `settle` for the group. `settle` returns when the memory may be used; the group is open from
+/// then on. Such operators read weights, gradients or moments between two steps: an exponential
+/// average, a norm, a state_dict, zero_grad, another module. The gate costs nothing while no group
+/// is closed.
 ///
-/// The means is a dispatch key that torch keeps for out-of-tree use (DeferredInit): a closed tensor
-/// carries it, and its kernel for every operator is the wait. So does `.data`, with which torch
-/// begins to pickle a parameter. What else reads memory without an operator (data_ptr(), a storage)
-/// cannot be held back: meanwhile torch throws where it asks for the address.
+/// The gate uses a dispatch key that torch keeps for out-of-tree use (DeferredInit): a closed
+/// tensor carries the key, whose kernel for every operator is the wait. `.data` waits too; torch
+/// begins to pickle a parameter with it. Other reads without an operator (data_ptr(), a storage)
+/// cannot be held back: meanwhile torch throws where it is asked for the address.
 ///
 /// While a save still reads a group's memory, on a thread of its own, only the operators that write
-/// it are held back: `await_reader` returns when it has been read.
+/// it are held back. Reader::await returns when the memory has been read.
 ///
-/// Tensors whose memory is not there all the time, or may become another's while an operator runs,
-/// are guarded: every operator on one, or on any tensor that shares its memory, is run within a
+/// Guarded tensors are those whose memory is not there all the time, or may become another's while
+/// an operator runs. Every operator on one, or on any tensor that shares its memory, runs within a
 /// visit, which has the memory there and keeps it.
 ///
-/// Owned by the session. Thread-safe; settle and visit must not come back to the gate, and a reader
-/// never does.
+/// Owned by the session. Thread-safe. `settle` and `visit` must not come back to the gate, and a
+/// reader never does.
 class TensorGate : public std::enable_shared_from_this<TensorGate> {
  public:
   enum class Guard : std::uint8_t {
     kNone,
     kHeld,     ///< a visit costs no memory
-    kBrought,  ///< a visit may have to bring it in, and then nothing may use it afterwards
+    kBrought,  ///< a visit may have to bring it in; nothing may use it after that visit
   };
   using Settle = std::function<void(std::size_t group)>;
-  /// Who reads groups beside the operators.
+  /// Reader of groups beside the operators.
   struct Reader {
-    std::function<bool(std::size_t group)> reads;  ///< still; never waits
-    Settle await;                                  ///< returns when it does not
+    std::function<bool(std::size_t group)> reads;  ///< whether it still reads it; never waits
+    Settle await;                                  ///< waits until it does not any more
   };
-  /// What an operator does with a guarded group.
+  /// Use of a guarded group by an operator.
   struct Use {
     std::size_t group = 0;
     bool writes = false;
   };
-  /// Begins the visit of different groups; it ends with what is returned.
+  /// Begins the visit of different groups, which ends with the returned object.
   using Visit = std::function<std::shared_ptr<void>(std::span<const Use> uses)>;
 
-  /// `visit` may be empty where no group is guarded.
+  /// Makes a gate with open groups. `visit` may be empty where no group is guarded.
   static std::shared_ptr<TensorGate> create(std::size_t num_groups, Settle settle, Reader reader,
                                             Visit visit = {});
   ~TensorGate();
   TensorGate(const TensorGate&) = delete;
   TensorGate& operator=(const TensorGate&) = delete;
 
-  /// The group is guarded so, now and for good. Before tensors are watched.
+  /// Guards the group so from now on and for good. To be called before tensors are watched.
   void guard(std::size_t group, Guard guard);
-  /// `tensor` belongs to the group from now on. Its storage belongs to no other group. Returns its
-  /// position there.
+  /// Adds `tensor` to the group. Its storage belongs to no other group. Returns its position there.
   std::size_t watch(std::size_t group, at::Tensor tensor);
-  /// `tensor` takes the place of the one at that position, which may lie over other memory by now.
+  /// Puts `tensor` in place of the one at that position, which may lie over other memory by now.
   void replace(std::size_t group, std::size_t position, at::Tensor tensor);
-  /// A tensor that was made over the group's memory by other means than torch's is held back as
-  /// those that are watched.
+  /// Holds back, as those that are watched, a tensor that was made over the group's memory by other
+  /// means than torch's.
   void follow(std::size_t group, const at::Tensor& tensor);
-  /// Ends what watch() began. The group is open. Positions of those that were watched later shift.
+  /// Ends what watch() began. Opens the group as pass() does. Positions of tensors that were
+  /// watched later shift.
   void unwatch(std::size_t group, const at::Tensor& tensor);
   void close(std::size_t group);
-  /// No effect on an open group.
+  /// Opens the group. No effect on an open group.
   void open(std::size_t group);
-  /// A reader has begun with the group; it ends without a call, since it waits for nobody.
+  /// Notes that a reader has begun with the group. No call notes its end, since the reader waits
+  /// for nobody.
   void share(std::size_t group);
-  /// Waits for a closed group and opens it; rethrows what settle throws, the group closed as it
-  /// was.
+  /// Waits for a closed group and opens it. Rethrows what settle throws; the group stays closed
+  /// then.
   void pass(std::size_t group);
-  /// As pass, for an operator on `tensor`, which is the group's or an alias, and which waits for
-  /// the reader if it `writes`. Returns how the group is guarded.
+  /// Same as pass(group), for an operator on `tensor`, which is the group's or an alias. Waits for
+  /// the reader too if the operator `writes`. Returns how the group is guarded.
   Guard pass(std::size_t group, const at::Tensor& tensor, bool writes);
-  /// As pass, for every group. Costs next to nothing while all are open.
+  /// Same as pass(group), for every group. Costs next to nothing while all are open.
   void pass_all();
   [[nodiscard]] std::shared_ptr<void> visit(std::span<const Use> uses) { return visit_(uses); }
 
  private:
   TensorGate(std::size_t num_groups, Settle settle, Reader reader, Visit visit);
 
-  /// `tensor` may be given other memory by its user, at any time: what is held back is `storage`.
+  /// Watched tensor with its storage. A user may give `tensor` other memory at any time: the gate
+  /// holds back `storage`.
   struct Watched {
     at::Tensor tensor;
     c10::Storage storage;
@@ -120,9 +123,10 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   const Visit visit_;
 };
 
-/// Whether operators on the tensor pass a gate: its memory is held back, or guarded.
+/// Returns whether operators on the tensor pass a gate: its memory is held back, or guarded.
 [[nodiscard]] bool is_gated(const at::Tensor& tensor) noexcept;
-/// The tensor, for who reads its memory without an operator; a copy, where the tensor is guarded.
+/// Returns the tensor, for a caller that reads its memory without an operator; a copy where
+/// is_gated().
 [[nodiscard]] at::Tensor readable(const at::Tensor& tensor);
 
 }  // namespace castor

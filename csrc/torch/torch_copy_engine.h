@@ -8,13 +8,13 @@
 
 namespace castor {
 
-/// The copy engine of the CPU "device" at memory speed: submit() copies on the calling thread and
-/// torch's intra-op threads and returns when the copy is complete, so every ticket is done when the
-/// caller gets it and wait() never blocks; await_source runs inside submit().
+/// Copy engine of the CPU "device" at memory speed. submit() copies on the calling thread and
+/// torch's intra-op threads and returns when the copy is complete. So every ticket is done when the
+/// caller gets it, and wait() never blocks; await_source runs inside submit().
 ///
-/// Torch's threads, because they spin for a while after each operator: threads of anybody else
-/// would wait for the cores that they hold. torch.set_num_threads() bounds a copy as it bounds an
-/// operator. No autograd graph, dispatch mode or profiler sees a copy.
+/// The engine uses torch's threads because they spin for a while after each operator: threads of
+/// anybody else would wait for the cores that these hold. torch.set_num_threads() bounds a copy as
+/// it bounds an operator. No autograd graph, dispatch mode or profiler sees a copy.
 ///
 /// Thread-safe; tickets grow over both directions together.
 class TorchCopyEngine final : public CopyEngine {

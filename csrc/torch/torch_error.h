@@ -9,7 +9,7 @@
 
 namespace castor {
 
-/// The Python classes that castor's C++ exceptions become. Set once at import, never freed.
+/// Python classes that castor's C++ exceptions become. Set once at import, never freed.
 struct PythonErrors {
   PyObject* error = nullptr;
   PyObject* usage_error = nullptr;
@@ -21,7 +21,8 @@ struct PythonErrors {
 
 [[nodiscard]] PythonErrors& python_errors() noexcept;
 
-/// The figures of the last OutOfMemory that left this thread for Python: its class reads them.
+/// Figures of the last OutOfMemory that left this thread for Python, in bytes. Its Python class
+/// reads them.
 struct OutOfMemoryFigures {
   std::string tier;
   std::size_t requested = 0;
@@ -31,10 +32,10 @@ struct OutOfMemoryFigures {
 
 [[nodiscard]] OutOfMemoryFigures& last_out_of_memory() noexcept;
 
-/// The Python class for `error`; remembers the figures of an OutOfMemory.
+/// Returns the Python class for `error`; remembers the figures of an OutOfMemory.
 [[nodiscard]] PyObject* python_class_of(const Error& error) noexcept;
 
-/// A castor error on its way through torch's C++ (an allocation, an autograd hook): torch turns it
+/// Castor error on its way through torch's C++ (an allocation, an autograd hook): torch turns it
 /// into the Python exception of python_type(). An OutOfMemory within a backward pass names
 /// autograd's operation, of which Python has no frame.
 class TorchError final : public ::torch::PyTorchError {

@@ -15,14 +15,14 @@ static_assert(TORCH_VERSION_MAJOR == 2);  // pyproject.toml says which releases;
 /// Differences between the C++ interfaces of the torch releases that castor is compiled against.
 namespace castor::torch_versions {
 
-/// The pointer that torch holds a node of autograd by: std::shared_ptr to 2.12, c10::intrusive_ptr
+/// Pointer by which torch holds a node of autograd: std::shared_ptr to 2.12, c10::intrusive_ptr
 /// from 2.13 on.
 using NodePointer =
     std::remove_cvref_t<decltype(std::declval<const at::impl::VariableHooksInterface&>().grad_fn(
         std::declval<const at::TensorBase&>()))>;
 
-/// An owning pointer to a node that `pointer` owns (from torch 2.13 on) or refers to weakly. Empty
-/// if the node is gone.
+/// Returns an owning pointer to a node that `pointer` owns (from torch 2.13 on) or refers to
+/// weakly; empty if the node is gone.
 template <typename Pointer>
 [[nodiscard]] auto lock(const Pointer& pointer) {
   if constexpr (requires { pointer.lock(); }) {

@@ -21,26 +21,26 @@
 
 namespace castor {
 
-/// What parameter groups ask of their updates: `groups[group_of[i]]` are parameter i's options.
+/// Options of the parameter groups for their updates: `groups[group_of[i]]` are parameter i's.
 struct GroupOptions {
-  static constexpr std::int64_t kNoGroup = -1;  ///< it is not updated
+  static constexpr std::int64_t kNoGroup = -1;  ///< the parameter is not updated
 
   std::vector<RuleOptions> groups;
   std::vector<std::int64_t> group_of;
 
   [[nodiscard]] bool has(ParamId param) const { return group_of[index(param)] != kNoGroup; }
-  /// Requires that it has a group.
+  /// Returns the parameter's options. Requires that it has a group.
   [[nodiscard]] const RuleOptions& of(ParamId param) const {
     return groups[static_cast<std::size_t>(group_of[index(param)])];
   }
 };
 
-/// When chunks are updated: in step(), beside what follows it, or in backward (core/overlap.h); and
-/// which step each parameter is in. Owned by the session. One thread at a time runs backward and
-/// step; wait(), updated() and the checks may be called from any.
+/// Schedule of the updates of chunks: in step(), beside what follows it, or in backward
+/// (core/overlap.h). Also counts the steps of each parameter. Owned by the session. One thread at a
+/// time runs backward and step; wait(), updated() and the checks may be called from any thread.
 class Updater {
  public:
-  /// What it works on. All outlive the updater.
+  /// Objects that the updater works on. All outlive it.
   struct Parts {
     const ChunkLayout& layout;
     std::span<const ParamHandle> params;
@@ -52,50 +52,54 @@ class Updater {
     RunIntegrity& integrity;
     CopyEngine& copies;
     const SessionDevice& device;
-    UpdateQueue* queue;  ///< what runs beside the caller; nullptr with Overlap::kNone
+    UpdateQueue* queue;  ///< runs updates beside the caller; nullptr with Overlap::kNone
   };
-  /// `aliased`: whether somebody holds a tensor over a chunk's memory that the gate does not watch.
+  /// `aliased` tells whether somebody holds a tensor over a chunk's memory that the gate does not
+  /// watch.
   Updater(const Parts& parts, Overlap overlap, std::function<bool(ChunkId)> aliased);
 
-  /// Steps that the states have taken (UpdateRule::steps_states), one float32 per parameter: views
-  /// of it are torch's `step` entries.
+  /// Returns the steps that the states have taken (UpdateRule::steps_states), one float32 per
+  /// parameter. Torch's `step` entries are views of this tensor.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
 
-  /// Overlap::kBackward: the options with which the coming backward updates what it completes; no
-  /// effect in other modes. As in step, which has to be given the same.
+  /// Sets the options with which the coming backward updates what it completes, with
+  /// Overlap::kBackward; no effect in other modes. step() has to be given the same options.
   void arm(GroupOptions options);
-  /// The chunk's gradients are complete: if armed, it is updated when no module needs it any more.
+  /// Notes that the chunk's gradients are complete: if armed, updates the chunk when no module
+  /// needs it any more.
   void completed(ChunkId chunk);
-  /// Updates what has been completed, and no module needs any more.
+  /// Updates the chunks that are complete and that no module needs any more.
   void update_completed();
-  /// step() has begun: it updates what backward has not.
+  /// Forgets the completed chunks that backward has not updated: step() has begun, and updates
+  /// them.
   void forget_completed() { completed_.clear(); }
   /// Updates the parameters that have a group and a gradient and were not updated in backward. With
-  /// Overlap::kForward it may still be under way on return. If it throws, nothing has moved, or the
-  /// run counts as broken.
+  /// Overlap::kForward the updates may still be under way on return. If it throws, either nothing
+  /// has changed or the run counts as broken.
   void step(const GroupOptions& options, double grad_scale);
-  /// Whether this step's backward has updated the chunk.
+  /// Returns whether this step's backward has updated the chunk.
   [[nodiscard]] bool updated(ChunkId chunk) const {
     const MutexLock lock(mutex_);
     return updated_[index(chunk)];
   }
-  /// Whether this step's backward updates what it completes.
+  /// Returns whether this step's backward updates what it completes.
   [[nodiscard]] bool armed() const noexcept { return !armed_.groups.empty(); }
   [[nodiscard]] bool any_updated() const;
-  /// Throws UsageError where backward has updated chunks: `what` came between it and step().
+  /// Throws UsageError if backward has updated any chunk: `what` came between backward and step().
   void check_none_updated(const std::string& what) const;
-  /// ... chunks that the module needs.
+  /// Throws UsageError if backward has updated a chunk that the module needs.
   void check_not_updated(ModuleId module) const;
 
-  /// Returns when the chunk's update is over; rethrows what stopped it.
+  /// Waits until the chunk's update is over; rethrows the error that stopped it.
   void wait(ChunkId chunk);
-  /// ... every update, and its states are on NVMe.
+  /// Waits until every update is over and its states are on NVMe; rethrows the error that stopped
+  /// one.
   void wait_for_all();
-  /// Forgets what failed: a load replaces it.
+  /// Ends the step and its updates, and forgets failures: a load replaces the results.
   void abandon();
 
  private:
-  /// The step is over, or given up.
+  /// Resets what is kept for one step, when that is over or given up.
   void end_step();
   void check(const GroupOptions& options) const;
   void check_used_gradient(ParamId param, const GroupOptions& options) const;
@@ -104,7 +108,8 @@ class Updater {
   void count(std::span<const ParamUpdate> updates);
   void run_now(std::span<const std::vector<ParamUpdate>> updates);
   void submit(ChunkId chunk, const std::vector<ParamUpdate>& updates);
-  void await_aliased(ChunkId chunk);  ///< whose update has been submitted
+  /// Waits for the submitted update of a chunk, if aliased_().
+  void await_aliased(ChunkId chunk);
 
   const Parts parts_;
   const Overlap overlap_;
@@ -112,7 +117,7 @@ class Updater {
   at::Tensor steps_;
   GroupOptions armed_;              // no groups: nothing is updated before step()
   std::vector<ChunkId> completed_;  // gradients complete, update not submitted
-  mutable Mutex mutex_;             // nothing else is taken while it is held
+  mutable Mutex mutex_;             // no other mutex is taken while it is held
   // Per chunk, in this step's backward.
   std::vector<bool> updated_ CASTOR_GUARDED_BY(mutex_);
 };

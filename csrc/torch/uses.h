@@ -9,8 +9,9 @@
 
 namespace castor {
 
-/// How many refer to a tensor or a storage. A Python object that nothing but the tensor itself
-/// keeps alive is nobody: from torch 2.10 on it counts as a reference, before that it does not.
+/// Returns the number of references to a tensor or a storage. A Python object that nothing but the
+/// tensor itself keeps alive does not count. Torch counts such an object as a reference from 2.10
+/// on, and not before.
 template <typename Target>
 requires std::is_base_of_v<c10::intrusive_ptr_target, Target>
 [[nodiscard]] std::size_t uses_of(Target& target) noexcept {

@@ -1,4 +1,4 @@
-"""scripts/check_prose.py finds docstrings without a subject and long sentences, and no others."""
+"""scripts/check_prose.py finds comments without a subject and long sentences, and no others."""
 
 import subprocess
 import sys
@@ -34,6 +34,29 @@ def test_each_docstring_without_a_subject_is_named(tmp_path: Path) -> None:
     assert said.splitlines() == [
         "python/castor/module.py:3: begins without a subject: Of a chunk.",
         "python/castor/module.py:5: begins without a subject: What it does.",
+        "prose: 2 faults",
+    ]
+
+
+def test_each_comment_of_a_header_without_a_subject_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "csrc" / "core"
+    folder.mkdir(parents=True)
+    (folder / "chunk.h").write_text(
+        "/// A chunk of parameters.\n"
+        "/// What follows in a comment is no beginning.\n"
+        "struct Chunk {\n"
+        "  /// Of its slot.\n"
+        "  int bytes = 0;\n"
+        "  int used = 0;    ///< bytes that parameters take\n"
+        "  int number = 0;  ///< where it stands\n"
+        "  // What code does may be said in any way.\n"
+        "};\n"
+    )
+    status, said = check(tmp_path)
+    assert status == 1
+    assert said.splitlines() == [
+        "csrc/core/chunk.h:4: begins without a subject: Of its slot.",
+        "csrc/core/chunk.h:7: begins without a subject: where it stands",
         "prose: 2 faults",
     ]
 

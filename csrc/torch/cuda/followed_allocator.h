@@ -16,9 +16,10 @@
 
 namespace castor::detail {
 
-/// torch's CUDA allocator with something before and after each allocation; the rest is handed on.
-/// `Around` is called with the bytes and a function that allocates, and returns what that does; it
-/// may take what is recorded of memory for itself.
+/// Torch's CUDA allocator with a call of `Around` around each allocation; all other calls are
+/// handed on. `Around` is called with the bytes and a function that allocates, and returns what
+/// that function does. Its record_stream returns true for memory of its own: torch's allocator is
+/// not told of that use.
 template <typename Around>
 class FollowedAllocator final : public c10::cuda::CUDACachingAllocator::CUDAAllocator {
   using Base = c10::cuda::CUDACachingAllocator::CUDAAllocator;
