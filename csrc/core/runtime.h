@@ -104,8 +104,8 @@ class Runtime final : public Reclaimer {
   /// Promotes, between steps, the `candidates` (one entry per chunk) that choose_promotions picks,
   /// and plans again where that changes anything. Chunks that were promoted and are not picked
   /// again are demoted. Promoted chunks give way by themselves when memory is needed later.
-  /// Requires that no update is pending and no gradient is on its way. Rethrows a copy's failure;
-  /// chunks that moved before it stay there.
+  /// Waits for operators of other threads. Requires that no update is pending and no gradient is on
+  /// its way. Rethrows a copy's failure; chunks that moved before it stay there.
   void place(const std::vector<bool>& candidates);
 
   /// Makes everything leave that may, of all models in the group, before another model joins it.

@@ -48,7 +48,8 @@ bool Runtime::placement_due() const {
 }
 
 void Runtime::place(const std::vector<bool>& candidates) {
-  const MutexLock lock(mutex_);
+  MutexLock lock(mutex_);
+  await_operators(lock);
   if (!tracer_.empty() || !frames_.no_forward()) {
     throw UsageError("chunks are placed in the middle of a step; finish it first");
   }

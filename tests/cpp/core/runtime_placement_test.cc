@@ -1,6 +1,9 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <exception>
+#include <future>
+#include <thread>
 #include <vector>
 
 #include "core/error.h"
@@ -63,6 +66,33 @@ struct Placed : SimulatedMachine {
 };
 
 using Ids = std::vector<std::size_t>;
+
+TEST(RuntimePlacementTest, OperatorsOfOtherThreadsAreWaitedFor) {
+  Placed machine(3, 3 * kAll);
+  const Step step = row_step(3);
+  machine.train(step);
+  machine.train(step);
+  ASSERT_TRUE(machine.runtime->placement_due());
+  machine.run({enter(0), exit(0)}, PassMode::kInference);
+  std::vector<Pin> pins;
+  pins.push_back(machine.runtime->hold(chunk_id(0)).value());
+  std::promise<void> begins;
+  std::exception_ptr failure;
+  std::jthread placing([&] {
+    begins.set_value();
+    try {
+      machine.runtime->place(machine.all());
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  });
+  begins.get_future().wait();
+  EXPECT_TRUE(machine.promoted().empty());
+  machine.runtime->unpin(pins);
+  placing.join();
+  EXPECT_FALSE(failure) << "it did not wait";
+  EXPECT_EQ(machine.promoted(), (Ids{0, 1, 2}));
+}
 
 TEST(RuntimePlacementTest, TheFirstStepByPlanDecides) {
   Placed machine(3, 3 * kAll);
