@@ -124,7 +124,7 @@ class Predictor:
     ) -> dict[str, Any]:
         """The step of the reference's timeline in another budget."""
         return self.simulator.run(
-            events=[(m[0], m[1], m[4], m[2]) for m in timeline["moments"]],
+            events=[(m[0], m[1], m[4], m[2]) for m in timeline["events"]],
             compute_seconds=compute_seconds(timeline),
             options={
                 "policy": "auto",

@@ -85,7 +85,7 @@ def moments(boosted: Boosted) -> list[tuple[int, int, int]]:
     """(kind, id, non-model bytes) of the last step."""
     timeline = engine_of(boosted.model).session.timeline()
     assert timeline is not None
-    return [(moment[0], moment[1], moment[4]) for moment in timeline["moments"]]
+    return [(moment[0], moment[1], moment[4]) for moment in timeline["events"]]
 
 
 def block_input_bytes(case: Case) -> int:
@@ -266,7 +266,7 @@ def assert_same_step_time(boosted: Boosted, choice: Choice) -> None:
     policy = engine_of(boosted.model).blocks._auto  # type: ignore[attr-defined]
     timeline = engine_of(boosted.model).session.timeline()
     assert timeline is not None
-    ran = [(m[0], m[1], m[4], m[2]) for m in timeline["moments"]]
+    ran = [(m[0], m[1], m[4], m[2]) for m in timeline["events"]]
     seconds = [1e-4] * len(ran)
     for share in (0.5, 0.8, 1.2):  # of what takes parameters and activations
         memory = boosted.report().peak_nonmodel_bytes + int(share * (1 << 20))

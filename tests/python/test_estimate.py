@@ -476,7 +476,7 @@ def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(
     )
     simulator = Estimator(write(tmp_path, SMALL), workload)._simulator
     reference = train("64MiB", gather_embeddings=gather)
-    moments = reference.timeline()["moments"]
+    moments = reference.timeline()["events"]
     nonmodel = reference.report()["peak_nonmodel_bytes"]
     param_bytes = sum(chunk["used_bytes"] for chunk in reference.chunks())
     largest = max(chunk["capacity_bytes"] for chunk in reference.chunks())

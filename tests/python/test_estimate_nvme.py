@@ -139,7 +139,7 @@ def test_steps_that_read_weights_from_nvme_move_what_is_predicted(
     workload = Workload(sequence=64, precision="fp32", state_format="fp32")
     simulator = Estimator(write(tmp_path, model), workload)._simulator
     reference = train("64MiB", model=model)
-    moments = reference.timeline()["moments"]
+    moments = reference.timeline()["events"]
     chunks = reference.chunks()
     device_bytes = (
         reference.report()["peak_nonmodel_bytes"]

@@ -196,7 +196,7 @@ class AutoKeep:
         self._seen, self._grown, self._fell_short = {}, False, False
 
     def _decide(self, runs: list[BlockRun], timeline: dict[str, Any]) -> None:
-        events = without_copies([(m[0], m[1], m[4], m[2]) for m in timeline["moments"]], runs)
+        events = without_copies([(m[0], m[1], m[4], m[2]) for m in timeline["events"]], runs)
         seconds = compute_seconds(timeline)
         options = self._options()
         margin = max(run.input_bytes for run in runs)
@@ -243,11 +243,11 @@ class AutoKeep:
 
 def compute_seconds(timeline: dict[str, Any]) -> list[float]:
     """Returns the seconds from each event of a step to the next, without waits for copies."""
-    times = [moment[2] for moment in timeline["moments"]] + [timeline["update_begin_ns"]]
-    held = [0] * len(timeline["moments"])
-    for _, cause, moment, _, _, submit_ns, wait_ns, _ in timeline["transfers"]:
+    times = [event[2] for event in timeline["events"]] + [timeline["update_begin_ns"]]
+    held = [0] * len(timeline["events"])
+    for _, cause, event, _, _, submit_ns, wait_ns, _ in timeline["transfers"]:
         if cause != "step_end":
-            held[moment] += submit_ns + wait_ns
+            held[event] += submit_ns + wait_ns
     return [max(times[i + 1] - times[i] - copies, 0) / 1e9 for i, copies in enumerate(held)]
 
 
