@@ -1,4 +1,4 @@
-"""Activations: the memory that a step needs beside the chunks, and the ways to need less."""
+"""Activations: the memory that a step needs beside the chunks, and ways to need less of it."""
 
 from castor.activations.blocks import Blocks
 from castor.activations.functions import tiled_divided_loss

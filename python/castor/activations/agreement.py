@@ -1,4 +1,4 @@
-"""Decisions that several ranks make alike: those that compute a block together."""
+"""Decisions that must be the same on all ranks that compute a block together."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ Value = TypeVar("Value")
 
 
 class Sharing(Protocol):
-    """Ranks that exchange something within blocks: castor.distributed's TensorRanks."""
+    """Group of ranks with collectives within blocks, such as castor.distributed's TensorRanks."""
 
     def hear(self, place: str, value: Any) -> list[tuple[str, Any]]:
         """Returns the place and the value of every rank, in rank order. Collective.
 
         Raises:
-            UsageError: They are not all at that place; every rank raises it.
-            Error: One is gone.
+            UsageError: The ranks are not all at that place; every rank raises it.
+            Error: A rank is gone.
         """
         ...
 
@@ -24,25 +24,26 @@ class Sharing(Protocol):
 class Agreement:
     """Exchanges values between the ranks that compute a block together.
 
-    A block's second forward repeats the exchanges of its first, so either all of them run it or
-    none.
+    A block's second forward repeats the collectives of its first one. So either all of these ranks
+    run it, or none.
     """
 
     def __init__(self, groups: Sequence[Sharing] = ()) -> None:
-        """Takes the tensor-parallel and the context-parallel group, where there are such."""
+        """Takes the tensor-parallel and the context-parallel group, if there are any."""
         self._groups = groups
 
     @property
     def alone(self) -> bool:
-        """Whether there are no others."""
+        """Whether this rank computes blocks alone."""
         return not self._groups
 
     def of_all(self, place: str, value: Value) -> list[Value]:
         """Returns the picklable values of all ranks, the same list on each. Collective.
 
         Args:
-            place: Where this is, for a message to ranks that are elsewhere.
-            value: This rank's.
+            place: Description of the place in the program, for the error of ranks that are at
+                another one.
+            value: This rank's value.
         """
         everyone = [value]
         for group in self._groups:

@@ -1,4 +1,4 @@
-"""Chooses what becomes of the blocks' activations, from a profile of a step that kept none."""
+"""Decides on each block's activations, from a profile of a step that recomputed all blocks."""
 
 from __future__ import annotations
 
@@ -31,39 +31,44 @@ from castor.runtime.engine import Engine
 from castor.runtime.spec import ModelSpec
 
 _PROBE_BYTES = 1 << 22
-"""Bytes of a copy that measures a GPU's link; at most this share of the device budget:"""
+"""Bytes of the copy that measures a GPU's link, at most the device budget over _PROBE_SHARE."""
 _PROBE_SHARE = 64
 _LEAST_COPIED = 1 << 26
-"""Bytes of a copy within the host, or what all its caches hold; at most this share of its budget,
-chunks of which stay in caches where that is less:"""
+"""Bytes of the copy that measures the host's memory, or those of all its caches if these are more.
+
+The copy takes at most the host budget over _COPIED_SHARE; the chunks of a smaller budget stay in
+caches.
+"""
 _COPIED_SHARE = 8
 _REPETITIONS = 3
 _FAULTED_BYTES = 1 << 25
-"""Bytes of fresh memory that are written to measure page faults."""
+"""Bytes of new memory that are written to measure page faults."""
 _STEP_ENDS = "the end of a step, where ranks decide which blocks run again"
 _Size = tuple[int, int]
-"""Size of a block's inputs: most elements, and most rows of a sample."""
+"""Size of a block's inputs: the most elements, and the most rows of a sample."""
 
 
 class AutoKeep:
-    """Decides which blocks of a model keep their activations, and which are recomputed.
+    """Policy that decides which blocks of a model are kept, recomputed or offloaded.
 
-    The first step recomputes every block, which needs little memory, and records what each one
-    would keep and what its second forward takes. From that the steps follow in which some blocks
-    are kept and some offloaded, without running them (_C.keep_activations); the planner and the
-    simulator say what each would take. Kept activations cost room in which chunks could stay,
-    recomputed ones computing, and offloaded ones the link and host memory. The fastest that fits
-    is the next step's plan. A block's input more is asked for than that takes.
+    The first step is a profile. It recomputes every block, which needs little memory, and records
+    the bytes that each block would keep and the time of its second forward. From the profile
+    _C.keep_activations derives the steps with other decisions without running them, and the planner
+    and the simulator predict their time and memory. Kept activations take room from chunks,
+    recomputed ones cost computing, and offloaded ones cost the link and host memory. The fastest
+    step that fits, with the bytes of one block's input to spare, is the plan of the next step.
 
-    A block whose input is larger than any that was profiled is recomputed, and the step after it is
-    a profile again; of several profiles the one that keeps the fewest blocks counts. Where more
-    stands in the device's memory than the profile saw, and than the budget has to spare, blocks
-    that come are recomputed too, so that the step goes on; and so is a block in which an allocation
-    fails.
+    Some blocks are recomputed though the plan keeps or offloads them:
 
-    Ranks that compute a block together decide alike: of what each would choose the one that fits on
-    all and takes the slowest of them the least; and a block that is not to be recomputed is, where
-    one of them says so. Where an allocation fails all the same, the error comes.
+    - a block whose input is larger than in all profiles; the next step is a profile again, and of
+      several profiles the one that keeps the fewest blocks counts;
+    - the blocks that follow when device memory holds more than the plan and the spare bytes;
+    - a block in which an allocation fails.
+
+    Ranks that compute a block together decide alike. Of the decisions that they propose, they take
+    one that fits on all ranks and is fastest on the slowest one. A block is recomputed on all ranks
+    if one rank asks for it before its forward. An allocation that fails in a forward is then an
+    error.
     """
 
     def __init__(
@@ -85,8 +90,8 @@ class AutoKeep:
         self._simulator = _lay_out(model, engine, config)
         self._offload = offload
         self.tiles = Tiles()
-        """In how many pieces MLPs run."""
-        # Plain PyTorch has the same faults: whoever has not asked for "auto" keeps what fits.
+        """Number of pieces that MLPs run in."""
+        # Plain PyTorch has the same page faults: without "auto" asked for, they do not count.
         self._counts_faults = engine.device.type == "cpu" and not config.activations_by_default
         self._profile = BlockProfile(engine.session.moment)
         self._profiling = True
@@ -95,25 +100,25 @@ class AutoKeep:
         self._seen: dict[int, _Size] = {}  # in this step
         self._grown = False
         self._fell_short = False
-        self._nvme_share = 1.0  # of the pages there that is counted on
-        self._expected: list[int] = []  # non-model bytes of the chosen step, by moment
-        self._spare = 0  # bytes of the budget beyond what that needs
+        self._nvme_share = 1.0  # share of NVMe's free bytes that is counted on
+        self._expected: list[int] = []  # non-model bytes of the chosen step, by event
+        self._spare = 0  # bytes of the budget beyond the chosen step's need
         self.kept_bytes = 0
         """Bytes of the activations of kept blocks, in the profile's step."""
         self.recompute_seconds = 0.0
-        """Seconds of the second forwards of the other blocks there."""
+        """Seconds of the second forwards of recomputed blocks, in the profile's step."""
 
     def recomputes(self, block: int) -> bool:
-        """Whether backward runs the block again, as far as was decided."""
+        """Whether the current decision for a block is to recompute it."""
         return self._decisions[block] == "recompute"
 
     @property
     def offloaded_blocks(self) -> int:
-        """Blocks that were decided to be."""
+        """Number of blocks whose current decision is to offload."""
         return self._decisions.count("offload")
 
     def offloading(self) -> AbstractContextManager[None]:
-        """In which a forward of a block runs that was decided to be offloaded."""
+        """Returns the context in which the forward of an offloaded block runs."""
         return offloading(self._offload)
 
     def decide(self, block: int, inputs: Iterable[Any]) -> Decided:
@@ -133,14 +138,14 @@ class AutoKeep:
 
     @property
     def may_run_again(self) -> bool:
-        """Whether a block that was to be kept may be recomputed when its forward has begun.
+        """Whether a kept block may still be recomputed when its forward has begun.
 
-        Other ranks would wait in exchanges that this one repeats.
+        With several ranks it may not: the others would not take part in the repeated collectives.
         """
         return self._agreement.alone
 
     def cut(self, number: int) -> None:
-        """From now on MLPs run in so many pieces; what was profiled before is another step."""
+        """Has MLPs run in `number` pieces from now on; a new number discards the profiles."""
         if number != self.tiles.number:
             self.tiles.number = number
             self._profiling, self._decisions = True, self._all_recomputed
@@ -148,47 +153,48 @@ class AutoKeep:
 
     @property
     def nonmodel_bytes(self) -> int:
-        """Activations and temporaries on the device now."""
+        """Bytes of activations and temporaries that are on the device now."""
         return self._session.moment()[1]
 
     def simulated_steps(self) -> tuple[_C.Simulator, dict[str, Any]]:
-        """The simulator, and what it is told where only bytes are asked for."""
+        """Returns the simulator, and its options for questions about bytes only."""
         return self._simulator, self._options(measured=False) | {"margin_ratio": 0.0}
 
     def fell_short(self, tier: str) -> None:
-        """A block has found no room: the others of this step are recomputed, the next is a profile.
+        """Has the rest of the step recompute its blocks, after a block has found no room in a tier.
 
-        What is on its way to the host since the block before goes from the device.
+        The next step is a profile. If the device had no room, activations that are being offloaded
+        since the block before leave it.
 
         Args:
-            tier: In which there was none.
+            tier: The tier that had no room.
         """
         self._fell_short = True
         if tier == "device":
             self._offload.begin()
-        elif tier == "nvme":  # tensors take whole pages there, and nobody has counted them
+        elif tier == "nvme":  # tensors are rounded up to pages there, which was not counted
             self._nvme_share /= 2
 
     def _has_room(self) -> bool:
-        """Whether non-model memory is as the chosen step has it, or there is room for more."""
+        """Whether non-model memory exceeds that of the chosen step by no more than is spare."""
         moments, now = self._session.moment()
         if not 0 < moments <= len(self._expected):
             return True
         return now <= self._expected[moments - 1] + self._spare
 
     def open(self, block: int) -> BlockRun:
-        """A pass through a block that is not kept."""
+        """Opens the profile of a pass through a block that is recomputed."""
         return self._profile.open(block)
 
     def step_ended(self) -> None:
-        """Decides after a step that was a profile."""
+        """Ends a step: decides if it was a profile, else whether the next one is."""
         runs = self._profile.take()
         if self._profiling:
             timeline = self._session.timeline() if runs else None
             complete = timeline is not None and timeline["complete"]
             everyone = self._agreement.of_all(_STEP_ENDS, (bool(runs), complete))
             self._profiling = not all(ran for ran, _ in everyone)
-            # A step of so many moments that the timeline lacks some has no plan either.
+            # An incomplete timeline, of a step with too many events, has no plan either.
             if timeline and not self._profiling and all(whole for _, whole in everyone):
                 self._decide(runs, timeline)
         elif any(self._agreement.of_all(_STEP_ENDS, self._grown or self._fell_short)):
@@ -209,7 +215,7 @@ class AutoKeep:
             host_room=self._session.free_host_bytes + ready["ready_host_bytes"],
             nvme_bytes_per_second=options["nvme_bytes_per_second"] or math.inf,
         )
-        # How much of it a tensor takes is found out by failing, which ranks cannot do together.
+        # The NVMe bytes of a tensor are learnt by failing, which several ranks cannot do.
         nvme_room = self._nvme_share * ready["ready_nvme_bytes"] if self.may_run_again else 0
 
         def choice(decisions: Decisions) -> Choice:
@@ -242,7 +248,7 @@ class AutoKeep:
 
 
 def compute_seconds(timeline: dict[str, Any]) -> list[float]:
-    """Returns the seconds from each event of a step to the next, without waits for copies."""
+    """Returns the seconds from each event of a timeline to the next, without waits for copies."""
     times = [event[2] for event in timeline["events"]] + [timeline["update_begin_ns"]]
     held = [0] * len(timeline["events"])
     for _, cause, event, _, _, submit_ns, wait_ns, _ in timeline["transfers"]:
@@ -252,10 +258,11 @@ def compute_seconds(timeline: dict[str, Any]) -> list[float]:
 
 
 def _fault_seconds() -> float:
-    """Measures the seconds per byte of memory that the kernel has not given to this process yet.
+    """Measures the seconds per byte of page faults in new memory.
 
-    Malloc gives large tensors back when they are freed, so what is kept is such memory at each
-    step; a second forward's or an offloaded block's is that of the block before.
+    Malloc returns large tensors to the kernel when they are freed, so kept activations are new
+    memory in each step. Those of a recomputed or an offloaded block take the memory of the block
+    before.
     """
     with mmap.mmap(-1, _FAULTED_BYTES) as fresh:
         pages = torch.frombuffer(fresh, dtype=torch.uint8)
@@ -283,7 +290,7 @@ def _covers(sizes: dict[int, _Size], others: dict[int, _Size]) -> bool:
 
 
 def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simulator:
-    """The simulator, laid out as the session is."""
+    """Returns a simulator with the chunks of the session."""
     spec = ModelSpec.structure(model, gather_embeddings=config.gather_embeddings)
     params = zip(spec.names, spec.params, engine.trained, strict=True)
     return _C.Simulator(
@@ -302,7 +309,7 @@ def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simul
 def _options(
     config: GeminiConfig, device: torch.device, num_ranks: int, *, measured: bool = True
 ) -> dict[str, Any]:
-    """Returns the machine's figures for Simulator.run; unmeasured speeds mean nothing."""
+    """Returns the options of Simulator.run for this machine; unmeasured speeds mean nothing."""
     on_gpu = device.type != "cpu"
     dram, link = 1e9, float(config.link_bytes_per_second or 1e9)
     if measured:
@@ -336,7 +343,7 @@ def _options(
 
 
 def _link_of(device: torch.device, config: GeminiConfig) -> float:
-    """Bytes per second that a GPU's link takes, of page-locked memory where there is such."""
+    """Measures the bytes per second of a GPU's link, from page-locked memory on CUDA."""
     num_bytes = min(_PROBE_BYTES, config.device_bytes // _PROBE_SHARE)
     source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -344,19 +351,19 @@ def _link_of(device: torch.device, config: GeminiConfig) -> float:
     def seconds() -> float:
         start = time.perf_counter()
         target.copy_(source, non_blocking=True)
-        target[-1:].cpu()  # which waits for it
+        target[-1:].cpu()  # waits for the copy
         return time.perf_counter() - start
 
     return num_bytes / min(seconds() for _ in range(4))
 
 
 def _copied_bytes(host_bytes: int) -> int:
-    """Returns the bytes of a copy within the host that no cache holds."""
+    """Returns the bytes of a copy within the host that exceeds its caches."""
     most = max(1 << 12, host_bytes // _COPIED_SHARE)
     return min(max(_LEAST_COPIED, _C.cache_bytes()), most)
 
 
-@functools.cache  # of each profile the same: a machine does not change
+@functools.cache  # measured once: a machine does not change
 def _dram_of(num_bytes: int) -> float:
     return _C.in_place_bandwidth(2 * num_bytes // 4, _REPETITIONS)  # as much as a copy touches
 

@@ -14,52 +14,54 @@ import torch
 
 Decided = Literal["keep", "recompute", "offload"]
 Moment = Callable[[], tuple[int, int]]
-"""Gives the moments of the step so far, and the non-model bytes now."""
+"""Function that returns the number of events of the step so far, and the non-model bytes now."""
 
 
 Events = list[tuple[int, int, int, int]]
 """Events of a step, as _C takes them: kind, module or chunk, non-model bytes, nanoseconds."""
 Span = tuple[int, int, int, int, int, int, int, int, int, int]
+"""Argument of _C.keep_activations for one pass through a block; see BlockRun.span."""
 
 
 @dataclass
 class BlockRun:
-    """One pass through a block: its forward, and the one that backward runs again.
+    """One pass through a block: its first forward, and the second one that backward runs.
 
-    `begin_again` and `end_again` count once: a second backward pass over the same graph is another
-    one's.
+    The first of several second forwards counts. A later one belongs to another backward pass over
+    the same graph.
     """
 
     block: int
-    """Its number, in the model's order."""
+    """Number of the block, in the model's order."""
     moment: Moment
+    """Function that tells the current event and non-model bytes."""
     forward: list[tuple[int, int]] = field(default_factory=list)
-    """Events at which the first forward began and ended."""
+    """Event numbers and non-model bytes at which the first forward began and ended."""
     again: list[tuple[int, int]] = field(default_factory=list)
-    """Events at which the second forward began and ended."""
+    """Event numbers and non-model bytes at which the second forward began and ended."""
     seconds: float = 0.0
     """Seconds of the second forward, until it stopped."""
     input_bytes: int = 0
     """Bytes of the first forward's inputs that backward needs again."""
     copies: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    """Copies of its outputs, which no other step has."""
+    """Copies of the block's outputs, made to compare those of its two forwards once."""
     copied_bytes: int = 0
-    """Bytes of the copies, when they were made."""
+    """Bytes of the copies at the time they were made."""
     failed: bool = False
-    """Whether one of its forwards has raised."""
+    """Whether one of the forwards has raised an exception."""
 
     def copied(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Its outputs have been copied."""
+        """Notes the copies of the block's outputs."""
         self.copies = [weakref.ref(tensor) for tensor in tensors]
         self.copied_bytes = self.held_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the copies that are still there: a pass that nobody ends drops them, too."""
+        """Bytes of the copies that still exist; a pass that is never completed drops them too."""
         return sum(tensor.nbytes for ref in self.copies if (tensor := ref()) is not None)
 
     def begin(self, *, again: bool) -> None:
-        """A forward begins."""
+        """Notes the begin of the first forward, or of the second one (`again`)."""
         if again and not self.again:
             self.again.append(self.moment())
             self.seconds -= time.perf_counter()
@@ -67,7 +69,7 @@ class BlockRun:
             self.forward.append(self.moment())
 
     def end(self, *, again: bool) -> None:
-        """It is over, or stopped early."""
+        """Notes the end of the first forward, or of the second one, which may stop early."""
         if again and len(self.again) == 1:
             self.seconds += time.perf_counter()
             self.again.append(self.moment())
@@ -76,7 +78,7 @@ class BlockRun:
 
     @property
     def complete(self) -> bool:
-        """Whether backward came to it."""
+        """Whether backward has run the second forward."""
         return len(self.forward) == len(self.again) == 2
 
     @property
@@ -85,7 +87,7 @@ class BlockRun:
         return max(0, self.again[1][1] - self.again[0][1])
 
     def span(self, away: tuple[int, int] = (0, 0)) -> Span:
-        """Returns the span for _C.keep_activations: kept, except while it is offloaded."""
+        """Returns the span for _C.keep_activations: a kept block, but offloaded during `away`."""
         (begin, base), (end, _) = self.forward
         (again_begin, again_base), (again_end, _) = self.again
         kept = (base, again_base, self.kept_bytes)
@@ -93,14 +95,14 @@ class BlockRun:
 
 
 class Tiles:
-    """In how many pieces MLPs run: a number that "auto" may raise between steps."""
+    """Number of pieces that MLPs run in, which "auto" may raise between steps."""
 
     def __init__(self) -> None:
         self.number = 1
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """In it MLPs run in that many: a second forward runs in those of the first."""
+        """Has MLPs run in `number` pieces: a second forward runs in those of the first one."""
         before, self.number = self.number, number
         try:
             yield
@@ -109,12 +111,13 @@ class Tiles:
 
 
 class Decisions(Protocol):
-    """Decides at each forward of a block."""
+    """Policy that decides at each forward of a block."""
 
     tiles: Tiles
+    """Number of pieces that MLPs run in."""
 
     def recomputes(self, block: int) -> bool:
-        """Whether backward runs the block again, as far as was decided."""
+        """Whether the current decision for a block is to recompute it."""
         ...
 
     def decide(self, block: int, inputs: Iterable[Any]) -> Decided:
@@ -122,32 +125,32 @@ class Decisions(Protocol):
         ...
 
     def offloading(self) -> AbstractContextManager[None]:
-        """In which a forward of a block runs that was decided to be offloaded."""
+        """Returns the context in which the forward of an offloaded block runs."""
         ...
 
     @property
     def may_run_again(self) -> bool:
-        """Whether a block that was to be kept may be recomputed when its forward has begun."""
+        """Whether a kept block may still be recomputed when its forward has begun."""
         ...
 
     def fell_short(self, tier: str) -> None:
-        """A block that was to be kept or offloaded has found no room in a tier: is recomputed."""
+        """Notes that a kept or offloaded block has found no room in a tier and is recomputed."""
         ...
 
     def open(self, block: int) -> BlockRun:
-        """A pass through a block that is not kept."""
+        """Opens the profile of a pass through a block that is recomputed."""
         ...
 
 
 class BlockProfile:
-    """The passes through blocks of the step under way."""
+    """Profile of the step under way: its passes through blocks."""
 
     def __init__(self, moment: Moment) -> None:
         self._moment = moment
         self._runs: list[BlockRun] = []
 
     def open(self, block: int) -> BlockRun:
-        """A pass that begins."""
+        """Opens the profile of a pass through a block."""
         run = BlockRun(block, self._now)
         self._runs.append(run)
         return run
@@ -157,10 +160,10 @@ class BlockProfile:
         return moments, nonmodel_bytes - sum(run.held_bytes for run in self._runs)
 
     def take(self) -> list[BlockRun]:
-        """The passes that backward came to; the next step's follow.
+        """Returns the passes whose second forward has run, and begins the next step.
 
         Returns:
-            None of them where a forward has failed: the step shows more than a step takes.
+            The passes; empty if a forward has failed, since the step then took more than usual.
         """
         runs, self._runs = self._runs, []
         if any(run.failed for run in runs):
@@ -169,7 +172,7 @@ class BlockProfile:
 
 
 def without_copies(events: Events, runs: Iterable[BlockRun]) -> Events:
-    """A profile's events as they are without the copies of outputs, for as long as these stand."""
+    """Returns a profile's events without the bytes of the copies of outputs."""
     found = list(events)
     for run in runs:
         if run.copied_bytes:
@@ -181,47 +184,47 @@ def without_copies(events: Events, runs: Iterable[BlockRun]) -> Events:
 
 @dataclass(frozen=True)
 class Link:
-    """The link that offloaded activations cross."""
+    """Link that offloaded activations cross."""
 
     bytes_per_second: float
-    """In each direction."""
+    """Bytes per second in each direction."""
     beside: bool
-    """Whether copies run beside the compute; else it waits for them."""
+    """Whether copies run beside computing; otherwise computing waits for them."""
     host_room: float = math.inf
-    """Bytes of activations that have room in host memory; what has none goes on to NVMe."""
+    """Bytes of activations that host memory has room for; others go to NVMe."""
     nvme_bytes_per_second: float = 1e9
-    """Bandwidth of NVMe, which a step waits for."""
+    """Bytes per second of NVMe, which a step waits for."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Arguments of _C.keep_activations for a decision."""
+    """Arguments of _C.keep_activations for the decisions on all blocks."""
 
     spans: list[Span]
+    """Spans of the blocks that are kept or offloaded."""
     seconds: list[float]
     """Seconds of computing by event, with the waits for the link."""
     host_bytes: int
-    """Most bytes of activations that are in host memory at once."""
+    """Peak bytes of activations in host memory."""
     nvme_bytes: int = 0
-    """... on NVMe."""
+    """Peak bytes of activations on NVMe."""
 
 
 def spans_of(
     runs: Sequence[BlockRun], decisions: Sequence[Decided], link: Link, seconds: list[float]
 ) -> Spans:
-    """The spans of decisions.
+    """Returns the spans of blocks that decisions keep or offload.
+
+    Activations move as in ActivationOffload. A block's activations begin to leave when the forward
+    of the next offloaded block begins. If copies run beside computing, they have left when the
+    offloaded block after that begins, and are back when backward comes to the next offloaded one.
+    Activations that go to NVMe are waited for, and return when backward asks for them.
 
     Args:
-        runs: Of a profile.
-        decisions: Of each block, by number.
-        link: What offloaded activations go over.
-        seconds: Of computing, by moment of the profile.
-
-    Returns:
-        As ActivationOffload has it: a block's activations leave when the next offloaded one begins,
-        and where copies run beside the compute, they are gone when the one after it begins, and
-        back when backward comes to the next one. What the host has no room for is waited for, and
-        returns when backward asks.
+        runs: Passes of a profile.
+        decisions: Decision on each block, by number.
+        link: The link that offloaded activations cross.
+        seconds: Seconds of computing, by event of the profile.
     """
     spans = [run.span() for run in runs if decisions[run.block] == "keep"]
     moved = sorted(
@@ -229,7 +232,7 @@ def spans_of(
     )
     if not moved:
         return Spans(spans, seconds, 0)
-    runs_on = list(seconds)  # without the second forwards that there will not be
+    runs_on = list(seconds)  # without the second forwards of blocks that are not recomputed
     for run in runs:
         if decisions[run.block] != "recompute":
             begin, end = run.again[0][0], max(run.again[1][0] - 1, run.again[0][0])
@@ -237,9 +240,9 @@ def spans_of(
     seconds, host_bytes, nvme_bytes = list(seconds), 0, 0
     lag = 2 if link.beside else 1
     for i, run in enumerate(moved):
-        back = max(run.again[0][0] - 1, 0)  # that moment asks for the second forward
+        back = max(run.again[0][0] - 1, 0)  # the event that asks for the second forward
         leaves = moved[i + lag].forward[0][0] if i + lag < len(moved) else back
-        if leaves >= back:  # the last ones of a pass stay
+        if leaves >= back:  # the last blocks of a pass stay on the device
             spans.append(run.span())
             continue
         num_bytes = run.kept_bytes + run.input_bytes

@@ -33,16 +33,17 @@ from castor.runtime.own_forward import ForwardAround, has_own_forward
 from castor.runtime.report import BlockFigures
 
 _NAMED = 4
-"""Blocks that an error names, of many."""
+"""Number of blocks that an error names, of many."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision for a module's activations."""
+    """Decision on a module's activations."""
 
     name: str
-    """The module's, in the model."""
+    """Name of the module in the model."""
     module: nn.Module
+    """The module."""
     choice: str
     """"keep", "recompute", "offload" or "tile"."""
     tiles: int = 0
@@ -50,22 +51,23 @@ class Decision:
 
     @property
     def recompute(self) -> bool:
-        """Whether backward runs its forward again."""
+        """Whether backward runs the module's forward again."""
         return self.choice == "recompute"
 
 
 class Blocks(BlockPolicy):
-    """The repeated parts of one model, and what was decided for each. Holds no module."""
+    """Blocks of one model, with the decision on each. Holds no module after apply()."""
 
     def __init__(self, model: nn.Module, config: GeminiConfig) -> None:
-        """Decides; the model is as it was until apply().
+        """Decides on the blocks. The model is not changed before apply().
 
         Args:
-            model: Not boosted yet.
-            config: The plugin's.
+            model: The model, not boosted yet.
+            config: The plugin's configuration.
 
         Raises:
-            UsageError: The model has no such blocks, or what is asked for cannot be done.
+            UsageError: The model has no blocks that the configuration asks for, or a decision
+                cannot be applied to a block.
         """
         blocks = find_blocks(model)
         self._config = config
@@ -84,9 +86,9 @@ class Blocks(BlockPolicy):
         self._moved_before = self._moved_in_step = 0
         self._replaced = Replaced()
         self._tight: Tight | None = None
-        self._cut: list[weakref.ref[nn.Module]] = []  # by "auto"
+        self._cut: list[weakref.ref[nn.Module]] = []  # MLPs that "auto" runs in pieces
         self._gates: list[Gate] = []
-        self._ample = False  # in the forward of the model that is under way
+        self._ample = False  # whether the model's current forward has ample room
         self._was_short = False
         self._agreement = Agreement()
         if self._decisions and self._with_switch_on() and not self._by_default:
@@ -105,18 +107,18 @@ class Blocks(BlockPolicy):
         simulated: Callable[..., StepSimulator] | None = None,
         sharing: Sequence[Sharing] = (),
     ) -> None:
-        """From now on forwards in training do what was decided. Called once, of a boosted model.
+        """Applies the decisions to training forwards from now on. Called once, on a boosted model.
 
         Args:
-            model: The model.
-            engine: Its.
-            simulated: Makes steps that are not run (castor.estimate.boosted.SimulatedSteps); None:
-                what a small budget has room for is not looked for.
-            sharing: Groups of ranks that compute each block together with this one, which "auto"
-                decides for alike.
+            model: The boosted model.
+            engine: The model's engine.
+            simulated: Makes simulated steps (castor.estimate.boosted.SimulatedSteps), which find
+                the pieces that fit a small budget; None: there is no such search.
+            sharing: Groups of ranks that compute each block together with this one; "auto" makes
+                the same decisions on all of them.
         """
         engine.blocks = self
-        own = set(model.modules())  # another rank may have the others
+        own = set(model.modules())  # other blocks may be on other ranks
         self._decisions = [decision for decision in self._decisions if decision.module in own]
         self._blocks = {name: ref for name, ref in self._blocks.items() if ref() in own}
         if self._decisions:
@@ -200,7 +202,7 @@ class Blocks(BlockPolicy):
         model.register_forward_hook(ModuleHook(_ends, own), always_call=True)
 
     def comes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A training forward of the model is called."""
+        """Prepares a training forward of the model: looks whether its size fits the budget."""
         if not (self._tight and self._auto):
             return
         if self._by_default and self._agreement.alone and not self._was_short:
@@ -216,7 +218,7 @@ class Blocks(BlockPolicy):
         self._auto.cut(pieces.tiles)
 
     def explain(self, error: BaseException | None) -> None:
-        """See BlockPolicy."""
+        """Ends a forward of the model, and explains its error; see BlockPolicy."""
         self._ample = False
         self._was_short |= isinstance(error, OutOfMemoryError)
         if self._tight:
@@ -233,7 +235,7 @@ class Blocks(BlockPolicy):
         return None
 
     def figures(self) -> BlockFigures:
-        """The figures now: a model's own switch may be turned at any time."""
+        """Returns the current figures: user code may turn a model's own switch at any time."""
         switches = [
             getattr(m, "_gradient_checkpointing_func", None) for m in self._with_switch_on()
         ]
@@ -252,7 +254,7 @@ class Blocks(BlockPolicy):
         )
 
     def step_ended(self) -> None:
-        """Ends a step: the next one may be decided anew."""
+        """Ends a step, after which "auto" may decide anew."""
         if self._auto:
             self._auto.step_ended()
         if self._offload:
@@ -273,14 +275,14 @@ class Blocks(BlockPolicy):
 def _comes(
     ref: weakref.ref[Blocks], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """A pre-hook of the model."""
+    """Runs as a pre-hook of the model."""
     blocks = ref()
     if blocks is not None and model.training and torch.is_grad_enabled():
         blocks.comes(args, kwargs)
 
 
 def _ends(ref: weakref.ref[Blocks], *_: Any) -> None:
-    """A hook of the model that is called also where its forward fails."""
+    """Runs as a hook of the model, also after a forward that fails."""
     blocks = ref()
     if blocks is not None:
         blocks.explain(sys.exc_info()[1])
@@ -306,7 +308,7 @@ def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[D
             raise UsageError(
                 f"activations has {pattern!r}, which is no block's name; blocks are {_some(blocks)}"
             )
-        chosen |= dict.fromkeys(matched, text)  # the last pattern that matches
+        chosen |= dict.fromkeys(matched, text)  # the last matching pattern counts
     decisions = []
     for name, text in chosen.items():
         choice, block = BlockChoice.parse(text), blocks[name]
@@ -334,7 +336,7 @@ def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[D
 
 
 def _check_forward(decision: Decision, text: str) -> None:
-    """Raises UsageError where what was decided would replace a forward that is not the class's."""
+    """Raises UsageError if a decision would replace a forward that is not the class's own."""
     kept = decision.choice == "keep" or (decision.recompute and has_switch(decision.module))
     if not kept and has_own_forward(decision.module):
         raise UsageError(
@@ -346,7 +348,7 @@ def _check_forward(decision: Decision, text: str) -> None:
 def _check_compiled(
     decisions: list[Decision], compiled: Mapping[str, nn.Module], activations: Activations
 ) -> None:
-    """Raises UsageError where what was decided would run within what torch.compile has made."""
+    """Raises UsageError if a decision concerns code within a module that torch.compile compiled."""
     parts = {compiled_from(part): name for name, part in compiled.items()}
     within = {module: name for part, name in parts.items() for module in part.modules()}
     for decision in decisions:

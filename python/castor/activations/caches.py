@@ -1,4 +1,4 @@
-"""Key-value caches, which transformers takes from a block that may run again."""
+"""Handles key-value caches, which transformers' gradient checkpointing takes from a block."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from castor.runtime.hooks import ModuleHook
 
 
 def refuse_filled_caches(module: nn.Module, name: str) -> None:
-    """From now on the module's training forwards raise UsageError where a cache holds something.
+    """Has the module's training forwards raise UsageError if they are passed a filled cache.
 
-    Transformers' switch passes the block none, and it would not see what stands there: another
-    loss, and only a log entry. A cache that is empty is one that the block would only write.
+    Transformers' gradient checkpointing passes the block no cache. The block would not see the
+    cached keys and values, which would change the loss with only a log entry. An empty cache is
+    allowed: the block would only write to it.
 
     Args:
-        module: A block with transformers' switch.
+        module: A block with transformers' gradient checkpointing.
         name: Its name in the model.
     """
     hook = ModuleHook(_check, name, layer_of(module))
@@ -28,19 +29,19 @@ def refuse_filled_caches(module: nn.Module, name: str) -> None:
 
 
 def layer_of(module: nn.Module) -> int:
-    """The number of a block's layer in a cache."""
+    """Returns the number of a block's layer in a cache."""
     layers = (getattr(part, "layer_idx", None) for part in module.modules())
     return next((index for index in layers if isinstance(index, int)), 0)
 
 
 def held_for(layer: int, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
-    """Says what a block's caches have of its layer, or "" where they are empty there.
+    """Describes what a block's caches hold of its layer; "" if they hold nothing.
 
     Args:
-        layer: See layer_of.
-        args: The block's arguments without names.
-        kwargs: By name. A block that runs several times in one forward of the model (HrmText) has
-            a layer of the cache for each, at its `cycle_offset`.
+        layer: Number of the layer, from layer_of.
+        args: The block's positional arguments.
+        kwargs: The block's keyword arguments. A block that runs several times in one forward of the
+            model (HrmText) has a layer of the cache for each run, at its `cycle_offset`.
     """
     offset = kwargs.get("cycle_offset", 0)
     layer += offset if isinstance(offset, int) else 0
@@ -49,21 +50,21 @@ def held_for(layer: int, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def place_of_use_cache(module: nn.Module) -> int | None:
-    """The place of `use_cache` among the arguments of a block's forward; None: it has none."""
+    """Returns the position of `use_cache` among the arguments of a block's forward, or None."""
     names = [*inspect.signature(type(module).forward).parameters][1:]  # without self
     return names.index("use_cache") if "use_cache" in names else None
 
 
 def without_caches(args: tuple[Any, ...], use_cache: int | None) -> tuple[Any, ...]:
-    """A block's arguments, None for a key-value cache and False for use_cache.
+    """Returns a block's arguments with None for a key-value cache and False for use_cache.
 
-    Transformers' switch does so for arguments with names. The models of GPT-2 and RecurrentGemma
-    pass their blocks some without: each would keep keys, values or states there, and write them
-    once more in backward.
+    Transformers' gradient checkpointing does so for keyword arguments. The models of GPT-2 and
+    RecurrentGemma pass some of these by position. A block would store keys, values or states
+    there, and store them once more in backward.
 
     Args:
-        args: The arguments without names.
-        use_cache: See place_of_use_cache.
+        args: The positional arguments.
+        use_cache: Position of use_cache, from place_of_use_cache.
     """
     return tuple(
         False if place == use_cache else None if is_cache(value) else value
@@ -86,16 +87,16 @@ def _check(
 
 
 def is_cache(value: Any) -> bool:
-    """Whether it is one of transformers' caches, of keys and values or of linear attention."""
+    """Whether a value is one of transformers' caches: key-value, or of linear attention."""
     return hasattr(value, "get_seq_length")
 
 
 def held_in(cache: Any, layer: int) -> str:
-    """Says what a cache has of a layer, or "" where it is empty there.
+    """Describes what a cache holds of a layer; "" if it holds nothing.
 
-    A layer of linear attention has states of its past, and no positions.
+    A layer of linear attention has states instead of positions.
     """
-    while hasattr(cache, "self_attention_cache"):  # of an encoder and a decoder
+    while hasattr(cache, "self_attention_cache"):  # the cache of an encoder-decoder model
         cache = cache.self_attention_cache
     layers = getattr(cache, "layers", ())
     of_layer = layers[layer] if layer < len(layers) else None

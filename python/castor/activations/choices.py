@@ -1,4 +1,4 @@
-"""Searches the decisions over a model's blocks for those of the fastest step that fits."""
+"""Searches for the decisions on a model's blocks that give the fastest step that fits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from castor.activations.agreement import Agreement
 from castor.activations.block_profile import Decided, Events
 
 _GRID = 8
-"""Numbers of kept blocks that are tried first, evenly spread, before those beside the best."""
+"""Number of intervals of the first grid over the number of kept blocks."""
 _FEW = 8
-"""So many blocks are decided one by one."""
+"""Number of blocks up to which decisions are also changed block by block."""
 _OTHERS: tuple[tuple[Decided, ...], ...] = (
     ("recompute",),
     ("offload",),
@@ -22,10 +22,10 @@ _OTHERS: tuple[tuple[Decided, ...], ...] = (
     ("offload", "keep"),
     ("keep", "offload"),
 )
-"""Decisions for the blocks before the kept ones, in turn."""
+"""Patterns of decisions for the blocks before the kept ones; each repeats over these blocks."""
 
 Decisions = tuple[Decided, ...]
-"""Decisions of the blocks, by number."""
+"""Decisions on the blocks, by number."""
 
 
 @dataclass(frozen=True)
@@ -33,40 +33,45 @@ class Choice:
     """Decisions, and the step that the simulator predicts with them."""
 
     decisions: Decisions
+    """Decision on each block."""
     events: Events
+    """Events of the predicted step."""
     seconds: float
+    """Seconds of the predicted step."""
     spare_bytes: int
-    """Bytes of the device budget that the step leaves; below 0: it does not fit."""
+    """Bytes of the device budget that the step leaves; below 0: the step does not fit."""
 
     @property
     def fits(self) -> bool:
-        """Whether it does."""
+        """Whether the step fits the device budget."""
         return self.spare_bytes >= 0
 
     @property
     def kept(self) -> int:
-        """Blocks that are."""
+        """Number of kept blocks."""
         return self.decisions.count("keep")
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """The less, the better: what fits by time, and of equals what keeps the most."""
+        """Sort key, least is best: fitting steps by time, then by kept blocks; others by bytes."""
         return (0, self.seconds, -self.kept) if self.fits else (1, -self.spare_bytes)
 
 
 def search(choice: Callable[[Decisions], Choice], num_blocks: int, most_kept: int) -> Choice:
-    """The fastest choice that is found to fit; where none does, all blocks are recomputed.
+    """Returns the fastest choice found that fits; if none does, all blocks are recomputed.
 
-    The last blocks are kept first: their activations live the shortest. Step times are not convex
-    in their number: freed memory holds chunks, and whole ones. So a grid comes first, then numbers
-    ever closer to the best; for each of the ways that the others may go. A link that is slower than
-    the computing wants offloaded blocks among others, irregularly: few blocks are changed one by
-    one, and exchanged, as long as that helps.
+    The last blocks are kept first, since their activations live shortest. Step times are not convex
+    in the number of kept blocks, because freed memory holds full chunks. So the search tries a
+    grid of numbers, then numbers ever closer to the best one. It does so for each pattern of
+    decisions on the other blocks.
+
+    A link that is slower than computing needs an irregular mix of offloaded and other blocks. With
+    few blocks, single decisions are changed and pairs exchanged as long as that helps.
 
     Args:
-        choice: Of decisions.
-        num_blocks: Of the model.
-        most_kept: Blocks that may be.
+        choice: Predicts the step of decisions.
+        num_blocks: Number of the model's blocks.
+        most_kept: Number of blocks that may be kept.
     """
     tried: dict[Decisions, Choice] = {}
 
@@ -94,15 +99,15 @@ def best_for_all(
     all_recomputed: Decisions,
     agreement: Agreement,
 ) -> Choice:
-    """Returns the ranks' choice that fits on all, and that takes the slowest rank the least time.
+    """Returns the ranks' choice that fits on all ranks and is fastest on the slowest one.
 
     Collective.
 
     Args:
-        choice: Of decisions, on this rank.
-        own: What this rank has found.
-        all_recomputed: Where nothing fits on all.
-        agreement: Of the ranks.
+        choice: Predicts the step of decisions on this rank.
+        own: The choice that this rank has found.
+        all_recomputed: The decisions if no choice fits on all ranks.
+        agreement: Agreement of the ranks.
     """
     found = agreement.of_all("the choice of which blocks run again", own.decisions)
     proposed = sorted({*found, all_recomputed})
@@ -136,7 +141,7 @@ def _number_kept(choice: Callable[[int], Choice], most: int) -> Choice:
 
 
 def _beside(decisions: Decisions) -> Iterator[Decisions]:
-    """Decisions that differ in one block, or in the order of two."""
+    """Yields decisions that differ in one block, or in the order of two."""
     for i, old in enumerate(decisions):
         for new in ("keep", "recompute", "offload"):
             if new != old:

@@ -1,4 +1,4 @@
-"""Tensors without values: torch sees shape and type, and whoever wants the values gets them."""
+"""Deferred tensors: torch sees shape and dtype, and values are computed when they are read."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ _READ_A_STORAGE = frozenset(
         _Tensor.is_set_to,
     }
 )
-"""Functions of tensors that reach memory without an operator."""
+"""Tensor methods that read memory without an operator."""
 
 
 TAKES_ALONG_DIM = (torch.take_along_dim, _Tensor.take_along_dim)
 _TAKEN = frozenset(
     {F.cross_entropy, torch.gather, _Tensor.gather, *TAKES_ALONG_DIM, _Tensor.__getitem__}
 )
-"""Functions whose plain backward fills zeros of all logits' size."""
+"""Functions that may run in tiles; torch's own backward needs a tensor of all logits' size."""
 
 
 class Uncomputed(torch.Tensor):
-    """A tensor whose values are computed when somebody wants them.
+    """Tensor whose values are computed when they are read.
 
-    Below autograd: the graph over it is that of any tensor, and each operator of torch is given the
-    values, unless a subclass knows better (`_stays_uncomputed`).
+    It acts below autograd: its graph is that of any tensor. Each operator of torch is given the
+    values, unless a subclass can do without them (`_stays_uncomputed`).
     """
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, device: torch.device, *_: Any) -> Uncomputed:
-        """A tensor of the shape, strides and type of `like`."""
+        """Makes a tensor of the shape, strides and dtype of `like`."""
         tensor: Uncomputed = torch.Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device
         )
-        # Not a null pointer for code that asks for an address without an operator.
+        # Code that asks for an address without an operator gets an error, not a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(tensor)
         return tensor
 
     def values(self) -> torch.Tensor:
-        """The values, without a graph, in memory that every tensor over them shares."""
+        """Returns the values, without a graph, in memory that every tensor over them shares."""
         raise NotImplementedError
 
     def expose(self) -> None:
-        """The memory of the values is about to be written, or to be known outside."""
+        """Notes that the memory of the values may be written from now on."""
         raise NotImplementedError
 
     def lazy(self) -> LazyLogits | None:
-        """Returns the lazy logits behind the values; None if these may have been written."""
+        """Returns the lazy logits behind the values; None if the values may have been written."""
         raise NotImplementedError
 
     def _stays_uncomputed(
@@ -85,7 +85,7 @@ class Uncomputed(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Loss functions may run in tiles; what reads memory gets a tensor that has some."""
+        """Runs loss functions in tiles; functions that read memory get a tensor that has some."""
         kwargs = kwargs or {}
         if func in _TAKEN:
             from castor.activations import functions
@@ -109,7 +109,7 @@ class Uncomputed(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs an operator below autograd."""
+        """Runs an operator below autograd: without values, in tiles, or on the values."""
         kwargs = kwargs or {}
         if args and isinstance(args[0], Uncomputed):
             result = args[0]._stays_uncomputed(func, args[1:], kwargs)
@@ -146,21 +146,21 @@ class Uncomputed(torch.Tensor):
 
 
 class DeferredLogits(Uncomputed):
-    """Logits, or what casts, scalings and arrangements of rows make of them."""
+    """Deferred logits, or the deferred result of operators on them."""
 
     def __init__(self, like: torch.Tensor, device: torch.device, logits: LazyLogits) -> None:
         self.logits = logits
 
     @classmethod
     def of(cls, logits: LazyLogits) -> DeferredLogits:
-        """A tensor over `logits`."""
+        """Makes a tensor over `logits`."""
         return cls(logits.like, logits.source.hidden.device, logits)
 
     def values(self) -> torch.Tensor:
         """See Uncomputed.
 
         Raises:
-            UsageError: They were not computed before, and the weights have changed.
+            UsageError: The values were not computed before, and the weights have changed.
         """
         return self.logits.value()
 
@@ -206,21 +206,21 @@ def _as_tensor(value: Any) -> Any:
 
 
 class _WithMemory(torch.autograd.Function):
-    """The same values as a tensor with memory, in the graph."""
+    """Makes a tensor with memory of a deferred one, in the graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Uncomputed) -> torch.Tensor:
-        """Gives the values."""
+        """Returns the values."""
         return tensor.values().detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """Passes the gradient."""
+        """Returns the gradient unchanged."""
         return grad
 
 
 def with_memory(value: Any) -> Any:
-    """A tensor with values in place of an uncomputed one, in the graph; others as they are."""
+    """Returns a tensor with memory for a deferred one, in the graph; other values unchanged."""
     if not isinstance(value, Uncomputed):
         return value
     value.expose()
@@ -230,7 +230,7 @@ def with_memory(value: Any) -> Any:
 
 
 def _described(tensor: Uncomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Returns the text that print shows: the values while there is a way to them."""
+    """Returns the text that print shows: the values, or only the shape if they are out of reach."""
     try:
         values = with_memory(tensor)
     except UsageError:

@@ -1,4 +1,4 @@
-"""A loss in tiles of rows, over logits of which this rank has some columns."""
+"""Vocabulary-parallel loss in tiles of rows: each rank has some columns of the logits."""
 
 from __future__ import annotations
 
@@ -14,39 +14,44 @@ from castor.activations.tiled_loss import Loss
 
 
 class OwnColumns(Protocol):
-    """This rank's part of a vocabulary-parallel loss (castor.distributed)."""
+    """This rank's shard of a vocabulary-parallel loss (castor.distributed)."""
 
     def seen(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
         """Returns for each row the values that the other ranks need, (values, rows) in float32.
 
         Args:
-            logits: (rows, own columns).
-            rows: Which these are.
+            logits: Logits of this rank's columns, (rows, own columns).
+            rows: Numbers of the rows.
         """
         ...
 
     def total(self, seen: torch.Tensor) -> torch.Tensor:
-        """The sum of all rows' losses, of what was seen of all. Collective."""
+        """Returns the sum of all rows' losses. Collective.
+
+        Args:
+            seen: Results of `seen` for all rows, (values, rows).
+        """
         ...
 
     def gradient(self, logits: torch.Tensor, rows: Rows, grad: torch.Tensor) -> torch.Tensor:
-        """Returns the logits' gradient where the rows' losses have `grad`; after `total`."""
+        """Returns the logits' gradient for the gradients `grad` of rows' losses; after `total`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class DividedLoss(Loss):
-    """One whose rows are put together over ranks, once for all tiles: these may differ by rank."""
+    """Vocabulary-parallel loss with one collective for all tiles; tiles may differ by rank."""
 
     own: OwnColumns
+    """This rank's shard of the loss."""
 
     def of(self, logits: torch.Tensor, rows: Rows, reduction: str) -> torch.Tensor:
-        """Returns a tensor with the gradient of some rows' losses, and not their values."""
+        """Returns a tensor with the gradient of some rows' losses, and zeros as values."""
         losses: torch.Tensor = _OfColumns.apply(logits, self.own, rows)
         return losses if reduction == "none" else losses.sum()
 
     def value(self) -> torch.Tensor:
-        """The sum of the losses. The head's weights must be at hand. Collective."""
+        """Returns the sum of the losses. The head's weights must be pinned. Collective."""
         seen: list[torch.Tensor] = []
         hidden = self.hidden_rows()
 

@@ -1,4 +1,4 @@
-"""Autograd functions of a head with deferred logits, and of the loss over them."""
+"""Autograd functions of an output embedding with deferred logits, and of losses over them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from castor.activations.tiled_loss import (
 
 
 class HeadFunction(torch.autograd.Function):
-    """The output embedding: F.linear, whose forward is left for later."""
+    """Output embedding: F.linear, whose forward is deferred."""
 
     @staticmethod
     def forward(
@@ -44,21 +44,21 @@ class HeadFunction(torch.autograd.Function):
         module: nn.Linear,
         rows_per_tile: int,
     ) -> torch.Tensor:
-        """Gives logits without values."""
+        """Returns deferred logits."""
         source = Source(head, module, hidden.detach(), rows_per_tile)
         ctx.save_for_backward(hidden, weight)
-        ctx.source = weakref.ref(source)  # who holds the graph shall not hold hidden states
+        ctx.source = weakref.ref(source)  # the graph must not keep hidden states alive
         return DeferredLogits.of(LazyLogits.of_head(source))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """F.linear's, in tiles where the gradient has not been computed."""
+        """Returns F.linear's gradients, computed in tiles if the logits' gradient is deferred."""
         hidden, weight = ctx.saved_tensors
         if (source := ctx.source()) is not None:
             source.check()
         wanted = ctx.needs_input_grad[:3]
         grads = None
-        if torch.is_grad_enabled():  # create_graph=True: by operators that can be differentiated
+        if torch.is_grad_enabled():  # create_graph=True needs differentiable operators
             pass
         elif isinstance(grad, DeferredGradient) and grad.gradient.at_head:
             grads = _of_gradient(grad.gradient, hidden, weight, wanted)
@@ -81,13 +81,13 @@ def _of_gradient(
     weight: torch.Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> _Gradients | None:
-    """Computes the head's gradients from a loss's gradient, in tiles; None if that has values.
+    """Computes the head's gradients from a deferred one, in tiles; None if that has values.
 
     Args:
-        gradient: Of the head's output.
+        gradient: Deferred gradient of the head's output.
         hidden: The hidden states.
-        weight: The head's.
-        wanted: Which of the gradients of hidden states, weight and bias.
+        weight: Weight of the head.
+        wanted: Which gradients are needed: those of hidden states, weight and bias.
     """
     if gradient.computed:
         return None
@@ -119,21 +119,21 @@ def _of_values(
 
 
 class _SameLogits(torch.autograd.Function):
-    """Another tensor over the same logits, which nobody else can write to."""
+    """Makes another tensor over the same logits, to which user code has no access."""
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits) -> torch.Tensor:
-        """Gives the tensor."""
+        """Returns the tensor."""
         return DeferredLogits.of(logits.logits)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """Passes the gradient."""
+        """Returns the gradient unchanged."""
         return grad
 
 
 class _LossFunction(torch.autograd.Function):
-    """A loss over logits, whose gradient is left for later."""
+    """Loss over deferred logits, whose gradient is deferred."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _LossFunction(torch.autograd.Function):
         weight: torch.Tensor | None,
         make: Callable[..., Loss],
     ) -> torch.Tensor:
-        """Gives the loss, which `make` describes."""
+        """Returns the value of the loss that `make` constructs."""
         ctx.save_for_backward(logits, target, weight)
         ctx.make = make
         source = logits.logits.source
@@ -160,10 +160,10 @@ class _LossFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gives a gradient without values."""
+        """Returns a deferred gradient."""
         logits, target, weight = ctx.saved_tensors
         loss = ctx.make(logits=logits.logits, target=target, weight=weight)
-        if torch.is_grad_enabled():  # create_graph=True: by operators that can be differentiated
+        if torch.is_grad_enabled():  # create_graph=True needs differentiable operators
             with torch._C.DisableTorchFunctionSubclass():
                 value = loss.of(logits, ALL_ROWS, loss.reduction)
             of_logits = torch.autograd.grad(value, logits, grad, create_graph=True)[0]
@@ -173,38 +173,38 @@ class _LossFunction(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Tensor.gather along the vocabulary, whose gradient is left for later."""
+    """Tensor.gather along the vocabulary, whose gradient is deferred."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DeferredLogits, index: torch.Tensor) -> torch.Tensor:
-        """Gives the elements."""
+        """Returns the elements."""
         ctx.save_for_backward(index)
         ctx.logits = tensor.logits
         return gathered(tensor.logits, index, trains=ctx.needs_input_grad[0])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gives a gradient without values."""
+        """Returns a deferred gradient."""
         (index,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: by operators that can be differentiated
+        if torch.is_grad_enabled():  # create_graph=True needs differentiable operators
             zeros = grad.new_zeros(ctx.logits.like.shape)
             return zeros.scatter_add(-1, index, grad), None
         return DeferredLogits.of(scattered(ctx.logits, index, grad)), None
 
 
 class _ChooseRows(torch.autograd.Function):
-    """Rows at some places, whose gradient is left for later."""
+    """Chosen rows of deferred logits, whose gradient is deferred."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DeferredLogits, index: torch.Tensor) -> torch.Tensor:
-        """Gives these rows, without values."""
+        """Returns the rows, deferred."""
         ctx.save_for_backward(index)
         ctx.shape = tensor.shape
         return DeferredLogits.of(chosen(tensor.logits, index))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gives a gradient without values where it is given one."""
+        """Returns a deferred gradient if it is given one."""
         (index,) = ctx.saved_tensors
         lazy = grad.lazy() if isinstance(grad, Uncomputed) else None
         if lazy is not None and not torch.is_grad_enabled():
@@ -213,12 +213,12 @@ class _ChooseRows(torch.autograd.Function):
 
 
 def in_tiles(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """A function of torch over logits without values; None: torch's own has to run.
+    """Runs a function of torch over deferred logits in tiles; None: torch's own has to run.
 
     Args:
-        func: One of those that deferred.py names.
-        args: Its arguments.
-        kwargs: By name.
+        func: The function, one of `_TAKEN` in deferred.py.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
     """
     if func is F.cross_entropy:
         return tiled_cross_entropy(*args, **kwargs)
@@ -269,7 +269,7 @@ def _of_take_along_dim(
 
 
 def _at_places(tensor: DeferredLogits, index: Any) -> torch.Tensor | None:
-    """tensor[index], where that chooses rows, or an element of each row; else None."""
+    """Returns tensor[index] if that chooses rows, or an element of each row; else None."""
     if isinstance(index, tuple) and len(index) == 1:
         (index,) = index
     if isinstance(index, tuple):
@@ -295,7 +295,7 @@ def _at_places(tensor: DeferredLogits, index: Any) -> torch.Tensor | None:
 
 
 def _elements(tensor: DeferredLogits, index: tuple[Any, ...]) -> torch.Tensor | None:
-    """tensor[rows, columns] of as many rows as columns, each row once; else None."""
+    """Returns tensor[rows, columns] if each row is there at most once; else None."""
     if len(index) != 2 or tensor.dim() != 2:
         return None
     rows, columns = index
@@ -326,7 +326,7 @@ def tiled_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """F.cross_entropy; None where torch's own has to run, on the values."""
+    """Runs F.cross_entropy in tiles; None: torch's own has to run, on the values."""
     if not (
         _runs_in_tiles(input, target)
         and (weight is None or (type(weight) is torch.Tensor and not weight.requires_grad))
@@ -346,15 +346,15 @@ def tiled_cross_entropy(
 
 
 def tiled_divided_loss(logits: Any, target: torch.Tensor, own: OwnColumns) -> torch.Tensor | None:
-    """The sum of the rows' losses over logits of which this rank has some columns.
+    """Computes the sum of rows' losses in tiles, over logits of which this rank has some columns.
 
     Args:
-        logits: (rows, own columns).
-        target: (rows,), numbers of classes among all columns.
-        own: What the loss is of.
+        logits: Logits of this rank's columns, (rows, own columns).
+        target: Numbers of classes among all columns, (rows,).
+        own: This rank's shard of the loss.
 
     Returns:
-        None where logits have values, or are to be given some.
+        The sum; None if the logits have values, or the loss cannot run in tiles.
     """
     if not _runs_in_tiles(logits, target):
         return None
@@ -367,7 +367,7 @@ def tiled_divided_loss(logits: Any, target: torch.Tensor, own: OwnColumns) -> to
 
 
 def _runs_in_tiles(logits: Any, target: Any) -> bool:
-    """Whether a loss over these may be computed in tiles of rows."""
+    """Whether a loss over logits and target may be computed in tiles of rows."""
     return (
         isinstance(logits, DeferredLogits)
         and logits.logits.is_logits
@@ -386,7 +386,7 @@ def _runs_in_tiles(logits: Any, target: Any) -> bool:
 
 
 def plain_torch() -> bool:
-    """Whether operators run as they are: nobody traces, transforms or intercepts them."""
+    """Whether operators run unmodified: no tracer, transform, mode or saved-tensor hook is on."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()

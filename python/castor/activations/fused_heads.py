@@ -1,8 +1,8 @@
-"""Output embeddings that other libraries compute in pieces of their own: pieces that fit a budget.
+"""Fits other libraries' fused output embeddings to the device budget.
 
 TRL's trainers ask the model for log-probabilities instead of logits. Its autograd functions take
 hidden states and the head's weight, and compute TOKEN_CHUNK_SIZE rows (4,096) of a fixed number of
-columns (32,768) at a time, in buffers of that size however small the vocabulary and the budget are.
+columns (32,768) at a time. Their buffers have that size however small vocabulary and budget are.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _FUNCTIONS = {
     "trl.kernels.chunked_logprob": "ChunkedLogProbFunction",
     "trl.kernels.chunked_divergence": "ChunkedDivergenceFunction",
 }
-"""Autograd functions by their modules; the second argument of each is the head's weight."""
+"""Autograd functions by module; the second argument of each is the head's weight."""
 _ROWS, _COLUMNS = "TOKEN_CHUNK_SIZE", "VOCAB_CHUNK_SIZE"
-"""Constants of these modules: how much of the logits stands in memory at once."""
+"""Constants of these modules: rows and columns of logits that are in memory at once."""
 _COLUMNS_ARGUMENT = 5
-"""The position of ChunkedLogProbFunction's `chunk_size`, which it has instead of a constant."""
+"""Position of ChunkedLogProbFunction's `chunk_size`, which it has instead of a constant."""
 
 
 def fit_fused_heads() -> None:
-    """Lets the fused heads that are imported run in fewer rows at once where a budget asks for it.
+    """Lets imported fused heads compute fewer rows at once if the device budget needs it.
 
-    Each begins with the rows that its library gives it, which has that library's bits. An attempt
-    for which the device's budget has no room leaves nothing behind, and half as many rows follow.
-    Buffers are no wider than the vocabulary.
+    Each head begins with its library's number of rows, whose results are bitwise those of the
+    library. After an attempt for which the device budget has no room, it goes on with half as many
+    rows; the attempt leaves nothing behind. Buffers are no wider than the vocabulary.
     """
     for module_name, class_name in _FUNCTIONS.items():
         module = sys.modules.get(module_name)
@@ -52,10 +52,14 @@ class _Rows:
     def __init__(self, module: ModuleType) -> None:
         self._module = module
         self._rows: int = getattr(module, _ROWS)
-        """The most that have fit so far."""
+        """Most rows that have fit so far."""
 
     def fitting(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """The function's forward or backward, in as many rows as there is room for."""
+        """Wraps the function's forward or backward, to compute as many rows as there is room for.
+
+        The wrapped function raises OutOfMemoryError if the device has no room for one row, or if
+        another tier has no room.
+        """
 
         @functools.wraps(compute)
         def computed(ctx: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Blocks of a model whose user has not asked for "auto": they run as ever where it must not act."""
+"""Keeps "auto", where it is only the default, out of forwards that it would change."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _OF_LIBRARIES = ("castor", "transformers", "peft", "torch")
 
 
 class Gate:
-    """Turns transformers' switch of one block on, forward by forward, and off again behind each.
+    """Turns transformers' gradient checkpointing of one block on for a forward, and then off.
 
-    Between forwards the block has the attributes that its user gave it, and so have its copies. A
-    forward runs as the user's when one of these holds:
+    Between forwards the block and its copies have the attributes that the user gave them. Gradient
+    checkpointing stays as the user set it in a forward for which one of these holds:
 
     - there is room for everything, or the user's own gradient checkpointing is on;
-    - it is passed a key-value cache that holds something, which the switch would take away;
+    - the forward is passed a filled key-value cache, which checkpointing would take away;
     - the block has written a buffer in its first forward, which would be written twice;
-    - somebody has registered a hook within the block, which would be called twice;
-    - torch.compile, a tracer or a functorch transform runs it.
+    - user code has registered a hook within the block, which would be called twice;
+    - torch.compile, a tracer or a functorch transform runs the forward.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Gate:
         """Registers the gate on a block.
 
         Args:
-            module: The block, which has transformers' switch.
-            name: Its name in the model.
-            recomputation: Runs its forward when the switch is on.
-            is_wanted: Whether the model's forward that is under way may need decisions.
-            agreement: Of the ranks that compute the block together.
+            module: The block, which has transformers' gradient checkpointing.
+            name: Name of the block in the model.
+            recomputation: Runs the block's forward when checkpointing is on.
+            is_wanted: Whether the current forward of the model may need decisions.
+            agreement: Agreement of the ranks that compute the block together.
         """
         self._name = name
         self._recomputation = recomputation
@@ -63,7 +63,7 @@ class Gate:
 
     @property
     def recomputes(self) -> bool:
-        """Whether backward runs the block again, of the latest training forward."""
+        """Whether backward recomputes the block of the latest training forward."""
         return self.acts and self._recomputation.recomputes
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Gate:
             own[_SWITCH], own[_FUNCTION] = True, self._recomputation
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        if not self._before:  # the hook before it has failed
+        if not self._before:  # the pre-hook has failed
             return
         for name, value in zip((_SWITCH, _FUNCTION), self._before.pop(), strict=True):
             if value is _NOTHING:

@@ -1,4 +1,4 @@
-"""Deferred logits: hidden states, a head, and the operators applied since."""
+"""Lazy logits: hidden states, an output embedding (head), and the operators applied since."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from castor.runtime.engine import Engine
 
 
 class Head:
-    """The output embedding of a boosted model.
+    """Output embedding of a boosted model.
 
     Args:
-        engine: The model's.
-        module: The embedding; one that the engine follows.
-        position: Its position among the engine's modules.
-        updates_in_backward: Whether its weights may change before step().
+        engine: The model's engine.
+        module: The output embedding, a module that the engine follows.
+        position: Position of the module among the engine's modules.
+        updates_in_backward: Whether the module's weights may change before step().
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Head:
 
     @contextmanager
     def running(self, module: nn.Module) -> Iterator[None]:
-        """The head computes outside its forward: its chunk is pinned, and the trace has it."""
-        with torch.enable_grad():  # a moment of training, also inside an autograd function
+        """Lets the head compute outside its forward: pins its chunk, and enters it in the trace."""
+        with torch.enable_grad():  # an event of training, also inside an autograd function
             self._enter(module, ())
         try:
             yield
@@ -47,7 +47,7 @@ class Head:
 
 
 class Source:
-    """The inputs of the head in one forward, and its weights at that time."""
+    """Hidden states that the head gets in one forward, and the versions of its weights."""
 
     def __init__(
         self, head: Head, module: nn.Linear, hidden: torch.Tensor, rows_per_tile: int
@@ -57,13 +57,13 @@ class Source:
         self.hidden = hidden
         self.rows_per_tile = rows_per_tile
         self.spent = False
-        """Whether a backward has come as far as the head."""
+        """Whether a backward has reached the head."""
         self._steps = head.engine.history.totals.steps
         self._versions = self._current_versions()
 
     @property
     def num_rows(self) -> int:
-        """Rows of the logits."""
+        """Number of rows of the logits."""
         return self.hidden.numel() // self.hidden.shape[-1]
 
     def _current_versions(self) -> list[int]:
@@ -71,7 +71,7 @@ class Source:
         return [tensor._version for tensor in read if tensor is not None]
 
     def check(self) -> None:
-        """Raises UsageError if what the head would compute now is not what it would have then."""
+        """Raises UsageError if hidden states or weights have changed since the forward."""
         updated = self._steps != self.head.engine.history.totals.steps or (
             self.spent and self.head.updates_in_backward
         )
@@ -84,14 +84,14 @@ class Source:
             )
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head's output for some of its rows."""
+        """Returns the head's output for some rows of hidden states."""
         return F.linear(hidden, self.module.weight, self.module.bias)
 
     def whole(self) -> torch.Tensor:
-        """All logits, not kept.
+        """Computes all logits, and does not keep them.
 
         Raises:
-            UsageError: As check.
+            UsageError: Hidden states or weights have changed since the forward.
         """
         self.check()
         with torch.inference_mode(False), torch.no_grad():
@@ -100,7 +100,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Step:
-    """One of torch's operators over logits, all arguments but the first."""
+    """One of torch's operators over logits, with all arguments but the first."""
 
     func: Any
     args: tuple[Any, ...]
@@ -108,7 +108,7 @@ class Step:
 
     @property
     def is_view(self) -> bool:
-        """Whether the result shares memory with what it is made of."""
+        """Whether the result shares memory with the first argument."""
         return self.func in VIEW_STEPS
 
     @property
@@ -117,17 +117,17 @@ class Step:
         return self.func in ROW_STEPS
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """The operator's result."""
+        """Returns the operator's result."""
         result: torch.Tensor = self.func(values, *self.args, **self.kwargs)
         return result
 
 
 Rows = slice | torch.Tensor
-"""Numbers of rows, which a tensor of them has on the CPU."""
+"""Numbers of rows: a slice, or a tensor on the CPU."""
 
 
 def take(values: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Some rows of a matrix."""
+    """Returns some rows of a matrix."""
     return values[rows] if isinstance(rows, slice) else values[rows.to(values.device)]
 
 
@@ -137,7 +137,7 @@ def count(rows: Rows) -> int:
 
 
 def plainest(rows: torch.Tensor) -> Rows:
-    """The same rows as a slice, if they follow one another."""
+    """Returns the rows as a slice if they are consecutive, else as they are."""
     numbers: list[int] = rows.tolist()
     if numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
         return slice(numbers[0], numbers[0] + len(numbers))
@@ -145,10 +145,12 @@ def plainest(rows: torch.Tensor) -> Rows:
 
 
 class Tile:
-    """Rows of lazies that are computed together: each once, and kept as long as it is wanted.
+    """Cache of the values of one tile: rows of lazy logits that are computed together.
+
+    The rows of each lazy are computed once, and kept until they have been read as often as wanted.
 
     Args:
-        wanted: How often the rows of each lazy are asked for, by its identity (uses_below).
+        wanted: Number of reads of each lazy's rows, by the lazy's identity (uses_below).
     """
 
     def __init__(self, wanted: dict[int, int]) -> None:
@@ -158,11 +160,11 @@ class Tile:
         self._kept: list[Rows] = []
 
     def keep(self, rows: Rows) -> None:
-        """Rows that are known by their identity live as long as the tile."""
+        """Keeps row numbers alive as long as the tile, which knows them by their identity."""
         self._kept.append(rows)
 
     def values(self, of: LazyLogits, rows: Rows) -> torch.Tensor:
-        """The values of rows of a lazy, (rows, vocabulary); they must not be written to."""
+        """Returns values of a lazy's rows, (rows, vocabulary), which must not be written to."""
         key = (id(of), _key(rows))
         found = self._values.pop(key, None)
         if found is None:
@@ -173,12 +175,12 @@ class Tile:
         return found
 
     def behind(self, of: LazyLogits, rows: Rows, numbers: torch.Tensor) -> Rows:
-        """The rows that those of a lazy come from, the same object whenever it is asked for.
+        """Returns the rows that a lazy's rows come from, as the same object at each call.
 
         Args:
             of: The lazy.
-            rows: Its rows.
-            numbers: Of all its rows, where each comes from.
+            rows: Rows of the lazy.
+            numbers: For each row of the lazy, the number of the row that it comes from.
         """
         key = (id(of), _key(rows))
         if key not in self._numbers:
@@ -191,16 +193,16 @@ def _key(rows: Rows) -> Any:
 
 
 class LazyLogits:
-    """Logits, or what casts, scalings and arrangements of rows make of them, without values.
+    """Logits, or casts, scalings and arrangements of their rows, without values ("a lazy").
 
-    Values that were computed are kept, for every tensor over these. User code may write to them:
-    `clean` says that it cannot have. A copy of logits that were written later is made of the
-    original.
+    Computed values are kept, and shared by every tensor over them. User code may write to them;
+    `clean` says that it cannot have done so. A copy that was made before such a write is computed
+    from the original values.
 
     Args:
-        source: What they come from.
-        like: Shape, strides and type, on the meta device.
-        parent: What `step` is applied to; None: these are the head's output.
+        source: Hidden states and head that the logits come from.
+        like: Shape, strides and dtype, on the meta device.
+        parent: The lazy that `step` is applied to; None: this is the head's output.
         step: The operator.
     """
 
@@ -217,27 +219,27 @@ class LazyLogits:
         self.step = step
         self._value: torch.Tensor | None = None
         self._exposed = False
-        self._numbers: torch.Tensor | None = None  # the parent's rows that it has
+        self._numbers: torch.Tensor | None = None  # numbers of the parent's rows that this has
 
     @classmethod
     def of_head(cls, source: Source) -> LazyLogits:
-        """The head's output."""
+        """Makes the head's output."""
         shape = (*source.hidden.shape[:-1], source.module.weight.shape[0])
         return cls(source, torch.empty(shape, dtype=source.hidden.dtype, device="meta"))
 
     @property
     def is_view(self) -> bool:
-        """Whether it shares memory with what it is made of."""
+        """Whether it shares memory with its inputs."""
         return self.step is not None and self.step.is_view
 
     @property
     def is_logits(self) -> bool:
-        """Whether casts, scalings and arrangements of rows alone have made it of the logits."""
+        """Whether it comes from the head's output by casts, scalings and moves of rows only."""
         return self.parent is None or self.parent.is_logits
 
     @property
     def inputs(self) -> tuple[LazyLogits, ...]:
-        """The lazies that it is made of."""
+        """Lazies that it is computed from."""
         return () if self.parent is None else (self.parent,)
 
     @property
@@ -252,23 +254,23 @@ class LazyLogits:
 
     @property
     def clean(self) -> bool:
-        """Whether the values are, for sure, those that the source and the steps give."""
+        """Whether the values are certainly those that the source and the steps give."""
         if self._exposed:
             return False
         return not self.is_view or all(lazy.clean for lazy in self.inputs)
 
     def expose(self) -> None:
-        """Somebody writes to the values, or holds memory of theirs and may."""
+        """Notes that the values are written, or that user code holds their memory and may write."""
         self._exposed = True
         if self.is_view:
             for lazy in self.inputs:
                 lazy.expose()
 
     def value(self) -> torch.Tensor:
-        """The values, computed once.
+        """Returns the values, which are computed once.
 
         Raises:
-            UsageError: They were not before, and the weights have changed.
+            UsageError: The values were not computed before, and the weights have changed.
         """
         if self._value is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -278,10 +280,10 @@ class LazyLogits:
         return self._value
 
     def original(self, *, keep: bool = True) -> torch.Tensor:
-        """The values that the source and the steps give; they must not be written to.
+        """Returns the values that the source and the steps give, which must not be written to.
 
         Args:
-            keep: Whether values that are computed for it stay.
+            keep: Whether newly computed values are kept.
         """
         if self.clean and (keep or self._value is not None):
             return self.value()
@@ -289,15 +291,15 @@ class LazyLogits:
             return self.made_of(lambda lazy: lazy.original(keep=keep))
 
     def made_of(self, get: Callable[[LazyLogits], torch.Tensor]) -> torch.Tensor:
-        """The values, of those that `get` gives of the inputs."""
+        """Computes the values from those of the inputs, which `get` returns."""
         return self.source.whole() if self.parent is None else _step_of(self)(get(self.parent))
 
     def compute(self, rows: Rows, tile: Tile) -> torch.Tensor:
-        """Values of some rows, (rows, vocabulary); the head's weights must be at hand.
+        """Computes values of some rows, (rows, vocabulary); the head's weights must be readable.
 
         Args:
-            rows: Their numbers.
-            tile: Gives those of the inputs.
+            rows: Numbers of the rows.
+            tile: The tile, which has the values of the inputs.
         """
         if self._value is not None and self._value.is_contiguous() and self.clean:
             return take(self._value.view(-1, self._value.shape[-1]), rows)
@@ -315,7 +317,7 @@ class LazyLogits:
         return tile.values(self.parent, tile.behind(self, rows, self._numbers))
 
     def steps_to(self, later: LazyLogits) -> list[Step]:
-        """The steps from here to `later`, which comes from this."""
+        """Returns the steps from here to `later`, which comes from this."""
         steps: list[Step] = []
         while later is not self:
             assert later.parent is not None
@@ -324,14 +326,14 @@ class LazyLogits:
         return steps[::-1]
 
     def head_output(self) -> LazyLogits:
-        """The head's output, at which the operators begin."""
+        """Returns the head's output, at which the operators begin."""
         return self if self.parent is None else self.parent.head_output()
 
     def row_numbers(self, begin: LazyLogits | None = None) -> torch.Tensor | None:
-        """Rows of `begin`, in the order they have here; None: in that of its own.
+        """Returns the numbers of `begin`'s rows in the order of these rows; None: the same order.
 
         Args:
-            begin: What this comes from; None: the head's output.
+            begin: A lazy that this comes from; None: the head's output.
         """
         begin = begin or self.head_output()
         steps = [step for step in begin.steps_to(self) if step.moves_rows]
@@ -354,7 +356,7 @@ class LazyLogits:
 
 
 def autograd_at_work() -> Any:
-    """Autograd's keys as outside operators: it may be wanted in the middle of one."""
+    """Returns a guard under which autograd works as usual, even in the middle of an operator."""
     return torch._C._ForceDispatchKeyGuard(*_KEYS)
 
 
@@ -365,7 +367,7 @@ _KEYS = (
 
 
 def uses_below(*lazies: LazyLogits) -> dict[int, int]:
-    """Counts how often the rows of each lazy are read, by its identity, when these are."""
+    """Counts how often each lazy's rows are read, by its identity, to compute `lazies` once."""
     uses: dict[int, int] = {}
     left = list(lazies)
     while left:

@@ -1,4 +1,4 @@
-"""Blocks whose activations wait for backward in host memory."""
+"""Offloads the activations of blocks: they wait for backward in host memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from castor import _C
 
 
 class OffloadingCall:
-    """Runs the forward of a module, with what autograd saves in it handed to an offload."""
+    """Wrapper of a module's forward that offloads the tensors saved for backward."""
 
     def __init__(self, module: nn.Module, offload: _C.ActivationOffload) -> None:
-        """Takes a module whose activations go through the model's `offload`."""
+        """Takes a module, and the model's `offload` for its activations."""
         self._owner = weakref.ref(module)
         self._offload = offload
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Gives what `call`, the module's forward, gives.
+        """Returns the result of `call`, the module's forward.
 
         Raises:
-            castor.OutOfMemoryError: Host memory has no room for what the block before saved.
+            castor.OutOfMemoryError: Host memory has no room for activations of the block before.
         """
         module = self._owner()
         assert module is not None
@@ -37,9 +37,9 @@ class OffloadingCall:
 
 
 def offloading(offload: _C.ActivationOffload) -> saved_tensors_hooks:
-    """Within it autograd saves what backward needs there: one forward of a block.
+    """Returns a context that offloads the tensors saved for backward in one forward of a block.
 
     Raises:
-        castor.OutOfMemoryError: Host memory has no room for what the block before saved.
+        castor.OutOfMemoryError: Host memory has no room for activations of the block before.
     """
     return saved_tensors_hooks(functools.partial(offload.save, offload.begin()), offload.restore)

@@ -1,7 +1,8 @@
-"""Operators under which logits may stay uncomputed, and what autograd undoes them with.
+"""Operators under which logits stay deferred, and the operators of their backward.
 
-Logits are rows over a vocabulary, the last dimension. A step either arranges rows or changes every
-element by itself; what it gives has the whole vocabulary in its last dimension again.
+Logits are rows over a vocabulary, the last dimension. An operator under which they stay deferred is
+called a step. It either arranges rows or changes every element by itself. The last dimension of its
+result is the full vocabulary again.
 """
 
 from __future__ import annotations
@@ -24,30 +25,36 @@ ORDER_KEEPING_STEPS = frozenset(
         _aten.squeeze.dims,
     }
 )
-"""They give the same rows in the same order, in another shape."""
+"""Steps that give the same rows in the same order, in another shape."""
 
 _CHOOSING_STEPS = frozenset({_aten.slice.Tensor, _aten.select.int})
 ROW_STEPS = ORDER_KEEPING_STEPS | _CHOOSING_STEPS
+"""Steps that arrange or choose rows."""
 VIEW_STEPS = ROW_STEPS - {_aten._unsafe_view.default}
+"""Steps whose result shares memory with their input."""
 
 _SCALINGS = frozenset({_aten.mul.Tensor, _aten.div.Tensor})
 _SHIFTS = frozenset({_aten.add.Tensor, _aten.sub.Tensor})
 UNDONE_BY_NOTHING = _SHIFTS | {_aten.clone.default}
-"""Their gradient passes as it is: autograd runs no operator on it."""
+"""Steps whose gradient passes unchanged: autograd runs no operator on it."""
 
 SAME_VALUES = frozenset({_aten.detach.default, _aten.alias.default})
+"""Operators that give the same values in the same memory."""
 
 
 def stays_uncomputed(
     like: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor | None:
-    """Shape, strides and type of the result if `func` is a step, on the meta device.
+    """Returns the result's shape, strides and dtype on the meta device if `func` is a step.
 
     Args:
         like: The logits, on the meta device.
         func: An operator.
-        args: All but the first.
-        kwargs: By name.
+        args: Positional arguments but the first.
+        kwargs: Keyword arguments.
+
+    Returns:
+        A meta tensor; None if `func` is no step with these arguments.
     """
     vocabulary = like.shape[-1]
     if func in _SCALINGS or func in _SHIFTS:
@@ -76,7 +83,7 @@ def stays_uncomputed(
 
 
 def _only_casts(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a copy changes the type alone; the caller has seen that the device is the same."""
+    """Whether a copy changes the dtype only; the caller has checked the device."""
     return (
         kwargs.get("layout") in (None, torch.strided)
         and not kwargs.get("pin_memory")
@@ -94,16 +101,16 @@ def undoes(
     kwargs: Mapping[str, Any],
     is_result: Callable[[Any], bool],
 ) -> bool:
-    """Whether `func` makes the gradient before a step of the gradient after it.
+    """Whether `func` computes the gradient of a step's input from that of its result.
 
     Args:
         step: The step's operator.
-        step_args: Its arguments, without the first.
-        before: Shape and type of what the step was applied to, on the meta device.
-        after: Of the gradient, the same for the step's result.
+        step_args: The step's positional arguments but the first.
+        before: Shape and dtype of the step's input, on the meta device.
+        after: Shape and dtype of the gradient of the step's result, on the meta device.
         func: The operator on the gradient.
-        args: Its arguments, without the gradient.
-        kwargs: By name.
+        args: Positional arguments of `func`, without the gradient.
+        kwargs: Keyword arguments of `func`.
         is_result: Whether a tensor is the step's result.
     """
     if step in ORDER_KEEPING_STEPS:

@@ -1,4 +1,4 @@
-"""Finds a model's output embedding and has it leave its logits to the loss."""
+"""Finds a model's output embedding, and defers its logits to the loss."""
 
 from __future__ import annotations
 
@@ -17,23 +17,28 @@ from castor.runtime.own_forward import OwnForward, has_own_forward
 
 TILE_BYTES = 16 * 2**20
 TILE_SHARE = 64
-"""Default size of a tile's float32 logits: these bytes, or this part of the device budget if that
+"""Default size of a tile's float32 logits: TILE_BYTES, or the device budget over TILE_SHARE if that
 is more, since a product of few rows is slow."""
 TILE_MOST_SHARE = 8
+"""A tile takes at most the device budget over this, and at most LEAST_BYTES if that is more."""
 WORTH_SHARE = 16
+"""Tiles pay for "auto" if they save the device budget over this, and at least LEAST_BYTES."""
 LEAST_BYTES = 2**20
-"""A tile takes at most this part of the device budget, and "auto" tiles where that leaves that part
-of it free; neither is less than so many bytes."""
+"""Lower bound, in bytes, of the two limits above."""
 COPIES = 3
 """Number of float32 copies of the logits that the loss holds at once in its backward."""
 _FLOAT32 = 4
 
 
 def output_embedding(model: nn.Module, tile_logits: TileLogits) -> nn.Linear | None:
-    """The module whose output may stay uncomputed; None: there is none, or it is not wanted.
+    """Returns the module whose output may be deferred; None: there is none, or it is not wanted.
+
+    Args:
+        model: The model.
+        tile_logits: GeminiPlugin's argument.
 
     Raises:
-        UsageError: It is asked for, and the model has no such module.
+        UsageError: Tiles are asked for, and the model has no such module.
     """
     if tile_logits is False:
         return None
@@ -47,11 +52,11 @@ def output_embedding(model: nn.Module, tile_logits: TileLogits) -> nn.Linear | N
 
 
 def _find(model: nn.Module) -> tuple[nn.Linear | None, str]:
-    """(the output embedding, why there is none)."""
+    """Returns the output embedding, or None, and the reason why there is none."""
     get = getattr(model, "get_output_embeddings", None)
     try:
         head = get() if callable(get) else None
-    except (NotImplementedError, AttributeError):  # of models that have none
+    except (NotImplementedError, AttributeError):  # models without an output embedding
         head = None
     if head is None:
         return None, "has no output embedding (get_output_embeddings())"
@@ -70,18 +75,18 @@ def _is_linears(head: nn.Linear) -> bool:
 
 
 def defer_logits(engine: Engine, head: nn.Linear, config: GeminiConfig) -> None:
-    """From now on, `head` leaves the logits of training forwards to whoever reads them.
+    """Has `head` defer the logits of training forwards until they are read.
 
     Args:
-        engine: Of the model, boosted.
-        head: What output_embedding gave.
-        config: The plugin's.
+        engine: Engine of the boosted model.
+        head: The output embedding, from output_embedding.
+        config: The plugin's configuration.
     """
     engine.replaced.put(head, "forward", DeferringForward(engine, head, config))
 
 
 class DeferringForward(OwnForward):
-    """The forward of a boosted model's output embedding."""
+    """Forward of a boosted model's output embedding, which may defer the logits."""
 
     def __init__(self, engine: Engine, module: nn.Linear, config: GeminiConfig) -> None:
         super().__init__(module)
@@ -95,7 +100,7 @@ class DeferringForward(OwnForward):
         self._device_bytes = config.device_bytes
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Gives logits of (..., vocabulary) for hidden states of (..., width)."""
+        """Returns logits of (..., vocabulary) for hidden states of (..., width)."""
         deferred = self.deferred(hidden)
         if deferred is not None:
             return deferred
@@ -104,7 +109,7 @@ class DeferringForward(OwnForward):
         return nn.Linear.forward(module, hidden)
 
     def deferred(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Logits without values; None: they are to be computed now."""
+        """Returns deferred logits; None: they have to be computed now."""
         module = self.module
         assert isinstance(module, nn.Linear)
         if _defers(module, hidden):
@@ -125,10 +130,10 @@ def rows_per_tile(rows: int, head: nn.Linear, tile_logits: TileLogits, device_by
     """Returns the number of rows of logits that are computed at once; 0: all.
 
     Args:
-        rows: Of the logits.
+        rows: Number of rows of the logits.
         head: The output embedding.
         tile_logits: GeminiPlugin's argument.
-        device_bytes: The device budget.
+        device_bytes: Bytes of the device budget.
     """
     if type(tile_logits) is int:
         return tile_logits
@@ -143,7 +148,7 @@ def rows_per_tile(rows: int, head: nn.Linear, tile_logits: TileLogits, device_by
 
 
 def _defers(module: nn.Linear, hidden: Any) -> bool:
-    """Whether this forward is one of training, and nobody looks at it in another way."""
+    """Whether a forward is one of plain training: no autocast, tracer, backward hook, subclass."""
     weight = module.weight
     return (
         module.training

@@ -1,4 +1,4 @@
-"""Parts of a model whose activations backward computes again (Chen et al. 2016)."""
+"""Recomputes the activations of parts of a model in backward (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from castor.errors import UsageError
 _STOPPED = "_StopRecomputationError"
 """Exception by which torch ends a second forward that has computed all that backward needs."""
 _ROUNDING = 1e-2
-"""Relative, in the norm: what operators that add in any order may change on a GPU."""
+"""Tolerance, relative in the norm, for GPU operators that add in any order."""
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 _plain_checkpoint = functools.partial(checkpoint, use_reentrant=False)
@@ -32,13 +32,17 @@ _plain_checkpoint = functools.partial(checkpoint, use_reentrant=False)
 class Recomputation:
     """Runs one module's forward, keeps its inputs and runs it again in backward.
 
-    torch.utils.checkpoint does so; random states, autocast and early stopping are as there. Added
-    is that a second forward which is not the first one is an error: buffers that forward writes,
-    parameters written in between, and, once for the first module of each class, another output.
+    torch.utils.checkpoint does the work, with its handling of random states, autocast and early
+    stopping. In addition, a second forward that differs from the first one is an error:
+
+    - the forward writes buffers;
+    - parameters were written between forward and backward;
+    - the outputs differ, which is checked once, for the first module of each class.
+
     Routers choose their experts in the first forward only.
 
-    Transformers calls it as a `_gradient_checkpointing_func`; a copy of the module, or a pickle,
-    gets torch's.
+    Transformers calls the object as a `_gradient_checkpointing_func`. A copy or a pickle of the
+    module gets torch's function instead.
     """
 
     def __init__(
@@ -51,14 +55,14 @@ class Recomputation:
         block: int = 0,
         lenient: bool = False,
     ) -> None:
-        """Recomputes a module.
+        """Takes a module to recompute.
 
         Args:
             module: The module.
-            name: Its name in the model.
-            compared: Whether its outputs are, once.
-            auto: What decides at each forward; None: all are recomputed.
-            block: Its number there.
+            name: Name of the module in the model.
+            compared: Whether the outputs of the two forwards are compared once.
+            auto: Policy that decides at each forward; None: each forward is recomputed.
+            block: Number of the module's block in `auto`.
             lenient: Whether a module that cannot be recomputed runs as it is, without an error.
         """
         self._owner = weakref.ref(module)
@@ -68,25 +72,25 @@ class Recomputation:
         self._name = name
         self._early_stop = not compared  # a forward that stops early has no output
         self._compares = compared
-        self._writes_no_buffer = False  # known since the first forward
+        self._writes_no_buffer = False  # true once a forward has been checked
         self._use_cache = place_of_use_cache(module)
         self._lenient = lenient
         self.refused = False
-        """Whether it is lenient, and has found that the module cannot be recomputed."""
+        """Whether a lenient recomputation has found that the module cannot be recomputed."""
         self._options: dict[str, Any] = {"context_fn": _choosing_once} if routes(module) else {}
 
     @property
     def recomputes(self) -> bool:
-        """Whether its forward runs again, and is not one that "auto" keeps or offloads."""
+        """Whether the forward is recomputed, and not kept or offloaded by "auto"."""
         if self.refused:
             return False
         return self._auto is None or self._auto.recomputes(self._block)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Gives function(*args, **kwargs).
+        """Returns function(*args, **kwargs).
 
         Raises:
-            UsageError: It writes buffers of the module.
+            UsageError: The function writes buffers of the module.
         """
         module = self._owner()
         if module is None or self.refused or not torch.is_grad_enabled():
@@ -97,7 +101,7 @@ class Recomputation:
             inputs = _arguments(function, args)
             decided = self._auto.decide(self._block, inputs)
             if decided != "recompute":
-                # What does not fit runs again, without keeping anything.
+                # A forward that does not fit runs again, and is recomputed.
                 lacking, output = self._try(function, args, kwargs, offload=decided == "offload")
                 if not lacking:
                     return output
@@ -125,8 +129,8 @@ class Recomputation:
         if written and states:
             self.refused = True
             if run:
-                run.failed = True  # it has run twice in a step that shows less of the others
-            del forward, output  # with the copies that it was to be compared with
+                run.failed = True  # the forward runs twice, so the step is no valid profile
+            del forward, output  # and the copies of the outputs, made to be compared
             buffers.restore()
             states.restore()
             return function(*args, **kwargs)
@@ -136,19 +140,21 @@ class Recomputation:
     def _try(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, offload: bool
     ) -> tuple[str, Any]:
-        """(the tier in which there was no room for it, or ""; what the function gives).
+        """Calls a function; returns the tier that had no room for it, or "", and its result.
 
-        Where there was none, it is as if the function had not been called: buffers it writes none.
+        If a tier had no room, random states are as before the call. The function must write no
+        buffers.
 
         Raises:
-            OutOfMemoryError: There was none, and others compute the block together with this rank.
+            OutOfMemoryError: A tier had no room, and other ranks compute the block together with
+                this one.
         """
         assert self._auto is not None
         states = RandomStates(*args, *kwargs.values())
         try:
             with self._auto.offloading() if offload else nullcontext():
                 return "", function(*args, **kwargs)
-        except torch.OutOfMemoryError as error:  # castor's are such
+        except torch.OutOfMemoryError as error:  # castor's OutOfMemoryError is a subclass
             if not self._auto.may_run_again:
                 raise
             tier: str = getattr(error, "tier", "device")
@@ -166,7 +172,7 @@ class Recomputation:
         self._writes_no_buffer = True
 
     def check_parameters(self, module: nn.Module, before: list[tuple[str, int]]) -> None:
-        """Raises UsageError where parameters were written since the first forward."""
+        """Raises UsageError if parameters were written since the first forward."""
         for name, version in before:
             if module.get_parameter(name)._version != version:
                 raise UsageError(
@@ -177,13 +183,13 @@ class Recomputation:
                 )
 
     def first_output(self, output: Any) -> list[torch.Tensor]:
-        """Copies of its tensors, if they are to be compared."""
+        """Returns copies of an output's tensors if the outputs are to be compared; else none."""
         if not self._compares:
             return []
         return [tensor.detach().clone() for tensor in tensors_in(output)]
 
     def check_output(self, output: Any, first: list[torch.Tensor]) -> None:
-        """Raises UsageError where a second forward is not the first."""
+        """Raises UsageError if the output of a second forward differs from the first one's."""
         if not first:
             return
         second = list(tensors_in(output))
@@ -197,23 +203,23 @@ class Recomputation:
         self._compares = False
 
     def __deepcopy__(self, _: dict[int, Any]) -> Any:
-        """Gives a copy of the module the ordinary function."""
+        """Returns torch's function for a copy of the module."""
         return _plain_checkpoint
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        """Gives a pickle of the module the ordinary function."""
+        """Returns torch's function for a pickle of the module."""
         return functools.partial, (checkpoint,), (checkpoint, (), {"use_reentrant": False}, None)
 
 
 class _Buffers:
-    """The buffers of a module before its forward, to see whether that writes one."""
+    """Buffers of a module before its forward, to find out whether the forward writes one."""
 
     def __init__(self, module: nn.Module, *, copied: bool) -> None:
-        """Notes them.
+        """Notes the buffers.
 
         Args:
             module: The module.
-            copied: Whether restore may be asked for.
+            copied: Whether the values are copied, for `restore`.
         """
         self._module = module
         self._before = [
@@ -223,11 +229,11 @@ class _Buffers:
 
     @property
     def any(self) -> bool:
-        """Whether there are any."""
+        """Whether the module has buffers."""
         return bool(self._before)
 
     def written(self) -> str:
-        """The name of one that has been written, or has another tensor in its place; "": none."""
+        """Returns the name of a buffer that has been written or replaced; "": there is none."""
         now = dict(self._module.named_buffers())
         for name, buffer, version, _ in self._before:
             if now.get(name) is not buffer or buffer._version != version:
@@ -245,7 +251,7 @@ class _Buffers:
 
 
 class _Forward:
-    """A forward that runs twice: the first time it notes what the second one is held against."""
+    """Forward that runs twice, and checks the second run against the first one."""
 
     def __init__(
         self,
@@ -275,7 +281,7 @@ class _Forward:
                 return self._second(*args, **kwargs)
         except BaseException as stop:
             if self._run and type(stop).__name__ == _STOPPED:
-                traceback.clear_frames(stop.__traceback__)  # their tensors are not kept
+                traceback.clear_frames(stop.__traceback__)  # drops the frames' tensors
             elif self._run:
                 self._run.failed = True
             raise
@@ -292,7 +298,7 @@ class _Forward:
         return output
 
     def _second(self, *args: Any, **kwargs: Any) -> None:
-        """Gives nothing: torch has no use for the output, and what it leaves is measured."""
+        """Runs again. Returns nothing: torch needs no output, and the kept bytes are measured."""
         self._recomputation.check_parameters(self._module, self._parameters or [])
         output = self._function(*args, **kwargs)
         self._recomputation.check_output(output, self._output)
@@ -300,7 +306,7 @@ class _Forward:
 
 
 class RecomputingCall:
-    """Runs the forward of a module that has no switch of its own for that, or is compiled."""
+    """Recomputes a module without transformers' gradient checkpointing, or a compiled one."""
 
     def __init__(self, module: nn.Module, name: str, *, compared: bool) -> None:
         """See Recomputation."""
@@ -309,10 +315,10 @@ class RecomputingCall:
         self._recomputation = Recomputation(module, name, compared=compared)
 
     def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Gives what `call`, the module's forward, gives.
+        """Returns the result of `call`, the module's forward.
 
         Raises:
-            UsageError: An argument is something that forward may change.
+            UsageError: An argument is something that the forward may change.
         """
         module = self._owner()
         assert module is not None
@@ -323,7 +329,7 @@ class RecomputingCall:
 
 
 def refuse_changeable(name: str, module: nn.Module, values: Iterable[Any]) -> None:
-    """Raises UsageError where a module is passed something that its forward may change."""
+    """Raises UsageError if a module is passed something that its forward may change."""
     for value in values:
         if (changeable := _not_plain(value)) is not None:
             raise UsageError(
@@ -335,10 +341,10 @@ def refuse_changeable(name: str, module: nn.Module, values: Iterable[Any]) -> No
 
 
 class _Choices(TorchDispatchMode):
-    """Keeps which elements topk and argmax choose, and has a second forward choose the same ones.
+    """Has topk and argmax of a second forward choose the same elements as in the first one.
 
-    Rounding, of kernels that add in any order, must not send a token to another expert there: its
-    activations would be those of experts that the loss has not seen.
+    Kernels that add in any order round differently. That must not send a token to another expert in
+    the second forward: its activations would be those of experts that the loss has not seen.
     """
 
     def __init__(self, chosen: list[torch.Tensor], *, again: bool) -> None:
@@ -355,7 +361,7 @@ class _Choices(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operator, and notes what it chose or chooses that."""
+        """Runs an operator; notes its choice in the first forward, and repeats it in the second."""
         kwargs = kwargs or {}
         chooses = func in (torch.ops.aten.topk.default, torch.ops.aten.argmax.default)
         if not chooses:
@@ -373,7 +379,7 @@ class _Choices(TorchDispatchMode):
 
 
 def _choosing_once() -> tuple[_Choices, _Choices]:
-    """Contexts of a first forward and of those after it."""
+    """Returns the contexts of a first forward and of later ones."""
     chosen: list[torch.Tensor] = []
     return _Choices(chosen, again=False), _Choices(chosen, again=True)
 
@@ -387,10 +393,10 @@ def drop_tensors(error: BaseException | None) -> None:
 
 
 def _leave_checkpoints(error: BaseException) -> None:
-    """Takes off the saved-tensor hooks of checkpoints that an error has come out of.
+    """Removes the saved-tensor hooks of checkpoints that an error has passed through.
 
-    Torch's generator, in a local variable, does so when it is freed: with the traceback otherwise,
-    and in any order.
+    Torch's generator in a local variable of `checkpoint` removes them when it is freed. Otherwise
+    that happens only when the traceback is freed, and in any order.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -399,7 +405,7 @@ def _leave_checkpoints(error: BaseException) -> None:
 
 
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-    """Returns the arguments, and those that transformers' switch has bound to the function."""
+    """Returns the arguments, and those that transformers has bound to the function."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     return [*args, *bound.values()]
 
@@ -413,7 +419,7 @@ def _versions(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, in
 
 
 def routes(module: nn.Module) -> bool:
-    """Whether a router in it chooses experts."""
+    """Whether a module has experts, which a router chooses."""
     return any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
 
 
@@ -428,7 +434,7 @@ def _same(second: torch.Tensor, first: torch.Tensor) -> bool:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """Returns the elements of a plain container; None: it is none."""
+    """Returns the elements of a plain container; None: the value is none."""
     if isinstance(value, tuple | list):
         return list(value)
     if isinstance(value, dict):
@@ -439,7 +445,7 @@ def _parts(value: Any) -> list[Any] | None:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """A value's tensors, where it is one or holds them in plain containers."""
+    """Yields the tensors of a value: itself, or those in plain containers."""
     if isinstance(value, torch.Tensor):
         yield value
     for part in _parts(value) or ():
@@ -447,7 +453,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _not_plain(value: Any) -> str | None:
-    """The type of what is neither a tensor nor a value that nobody can change."""
+    """Returns the type name of a part that is no tensor and may change; None: there is none."""
     if isinstance(value, (torch.Tensor, *_PLAIN)):
         return None
     parts = _parts(value)

@@ -1,4 +1,4 @@
-"""Lazies that operators of torch make of logits, row by row: log-probabilities, gradients."""
+"""Lazy results of torch's operators on logits, row by row: log-probabilities, gradients."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from castor.errors import OutOfMemoryError, UsageError
 
 
 class Operand:
-    """A tensor with values beside lazies: a number for each of their rows, or a row for each.
+    """Tensor with values beside lazies, which has one number or one row for each of their rows.
 
     Args:
         tensor: The tensor.
-        shape: The lazies', to which it is broadcast.
+        shape: Shape of the lazies, to which the tensor is broadcast.
 
     Raises:
-        ValueError: Its rows cannot be told without copying more than a number for each.
+        ValueError: The rows cannot be separated without copying more than a number for each.
     """
 
     def __init__(self, tensor: torch.Tensor, shape: torch.Size) -> None:
         with autograd_at_work(), torch.no_grad():  # the same versions, without its graph
             self._tensor = tensor.detach()
         self._version = tensor._version
-        self._by_row: torch.Tensor | None = None  # None: all rows have the same
+        self._by_row: torch.Tensor | None = None  # None: all rows have the same values
         self.like = torch.empty_like(tensor, device="meta")
         if tensor.dim() > len(shape):
             raise ValueError
@@ -56,7 +56,7 @@ class Operand:
         else:
             try:
                 self._by_row = expanded.view(-1, columns.shape[-1])
-            except RuntimeError:  # strides that no matrix has
+            except RuntimeError:  # strides that are not those of a matrix
                 raise ValueError from None
 
     def _check(self) -> None:
@@ -68,7 +68,7 @@ class Operand:
             )
 
     def values(self) -> torch.Tensor:
-        """All values, in the tensor's shape."""
+        """Returns all values, in the tensor's shape."""
         self._check()
         return self._tensor
 
@@ -79,15 +79,15 @@ class Operand:
 
 
 class RowOperator(LazyLogits):
-    """The result of an operator that gives each row of lazies and operands a row by itself.
+    """Result of an operator that computes each row from the same row of lazies and operands.
 
     Args:
-        source: The lazies'.
-        like: The result's shape and type, on the meta device.
+        source: Source of the lazies.
+        like: Shape and dtype of the result, on the meta device.
         func: The operator.
-        args: Its arguments; LazyLogits and Operands among them.
-        kwargs: By name.
-        of_tile: Gives the arguments as they are for two dimensions.
+        args: Positional arguments, LazyLogits and Operands among them.
+        kwargs: Keyword arguments.
+        of_tile: Converts the arguments for a tile, which has two dimensions.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class ChosenRows(LazyLogits):
 
     Args:
         parent: The lazy.
-        like: The result's shape and type, on the meta device.
-        choose: What makes the result of values of the parent.
-        numbers: The parent's rows that the result has.
+        like: Shape and dtype of the result, on the meta device.
+        choose: Computes the result from the parent's values.
+        numbers: Numbers of the parent's rows that the result has.
         is_view: Whether the result shares the parent's memory.
     """
 
@@ -192,12 +192,12 @@ class PutRows(LazyLogits):
     """Rows of lazies and operands, each at its place among rows of zeros.
 
     Args:
-        source: The lazies'.
-        like: The result's shape and type, on the meta device.
+        source: Source of the lazies.
+        like: Shape and dtype of the result, on the meta device.
         parts: The lazies, and operands of their own shapes.
-        numbers: For each row of the result that of all parts together, one behind another; -1: it
-            is zero.
-        put: What makes the result of the parts' values.
+        numbers: For each row of the result, its number among the rows of all parts in sequence; -1:
+            the row is zero.
+        put: Computes the result from the parts' values.
     """
 
     def __init__(
@@ -259,15 +259,18 @@ class PutRows(LazyLogits):
 
 
 def in_tiles(source: Source, num_rows: int, compute: Callable[[slice], None]) -> None:
-    """Computes something of all rows, some after the others.
+    """Runs a computation over all rows, tile by tile.
 
-    Where the device's budget has no room for a tile, half as many rows follow: from then on, for
-    all that is made of these logits.
+    If the device budget has no room for a tile, tiles have half as many rows from then on, for
+    everything that comes from these logits.
 
     Args:
-        source: The logits', which says how many rows a tile has.
-        num_rows: All.
-        compute: Does so for some; it has no effect where it fails.
+        source: Source of the logits, which has the number of rows of a tile.
+        num_rows: Number of all rows.
+        compute: Called with the rows of each tile; a call that fails must have no effect.
+
+    Raises:
+        OutOfMemoryError: The device has no room for one row, or another tier has no room.
     """
     first = 0
     while first < num_rows:
@@ -287,9 +290,9 @@ Value = TypeVar("Value")
 
 
 def at_once(source: Source, num_rows: int, compute: Callable[[], Value]) -> Value | None:
-    """Computes a result of all rows together; None if the device's budget has no room for that.
+    """Computes a result of all rows together; None if the device budget has no room for that.
 
-    Then tiles have half as many rows from now on (in_tiles).
+    In that case tiles have half as many rows from then on; see in_tiles.
     """
     try:
         return compute()
@@ -314,12 +317,13 @@ def each_tile(lazy: LazyLogits) -> Callable[[slice], torch.Tensor]:
 
 @contextmanager
 def at_hand(source: Source, *, trains: bool) -> Iterator[None]:
-    """The head's weights are there for tiles that are computed outside the head's forward.
+    """Makes the head's weights available for tiles that are computed outside the head's forward.
 
     Args:
-        source: The logits'.
-        trains: Whether what is computed has a gradient: then it is part of each step, and its
-            trace has it. Metrics read the weights as anything does outside their module.
+        source: Source of the logits.
+        trains: Whether the result has a gradient. The computation is then part of each step, and is
+            entered in the trace. Otherwise (metrics) the weights are read like any weight outside
+            its module.
     """
     source.check()
     in_backward = torch._C._current_graph_task_id() != -1
@@ -331,12 +335,12 @@ def at_hand(source: Source, *, trains: bool) -> Iterator[None]:
 def each_row(
     lazy: LazyLogits, compute: Callable[[slice, torch.Tensor], None], *, trains: bool
 ) -> None:
-    """Computes something of all rows of a lazy in tiles, now.
+    """Computes all rows of a lazy in tiles, and passes each tile on.
 
     Args:
-        lazy: Of the rows.
-        compute: Takes which rows these are and their values, (rows, vocabulary).
-        trains: See at_hand.
+        lazy: The lazy.
+        compute: Called with the rows of a tile and their values, (rows, vocabulary).
+        trains: Whether the result has a gradient; see at_hand.
     """
     values, source = each_tile(lazy), lazy.source
     with at_hand(source, trains=trains), torch.inference_mode(False), torch.no_grad():
@@ -357,9 +361,9 @@ def reduced(
     """Reduces each row to a few numbers, tile by tile.
 
     Args:
-        lazy: Of the rows.
-        of_tile: Gives tensors of (rows, anything) for (rows, vocabulary).
-        trains: See at_hand.
+        lazy: The lazy.
+        of_tile: Returns tensors of (rows, anything) for values of (rows, vocabulary).
+        trains: Whether the result has a gradient; see at_hand.
 
     Returns:
         These tensors, for all rows.
@@ -370,5 +374,5 @@ def reduced(
 
 
 def meta(value: Any) -> Any:
-    """A lazy or an operand as a tensor on the meta device; anything else as it is."""
+    """Replaces lazies and operands in a value by tensors on the meta device."""
     return tree_map(lambda v: v.like if isinstance(v, LazyLogits | Operand) else v, value)

@@ -1,8 +1,8 @@
-"""Operators of torch over lazies: which give lazies, and which leave so little that tiles do it.
+"""Runs torch's operators over lazies: some give lazies, others are reduced tile by tile.
 
-Loss functions make of logits what log_softmax, exp and sums with a number for each row make, and
-then take a number or a few of each row: an element, a sum, a maximum. Autograd's own backward
-operators do the same. What is not in these tables gets the values.
+Loss functions apply operators such as log_softmax, exp and sums with a number for each row to
+logits. Then they take one or a few numbers of each row: an element, a sum, a maximum. Autograd's
+own backward operators do the same. Operators that are not in these tables get the values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OF_ELEMENTS = frozenset(
         *(_aten.nan_to_num.default, _aten.clone.default, _aten._to_copy.default),
     }
 )
-"""They give each element by itself."""
+"""Operators that compute each element by itself."""
 
 _OF_ROWS = {
     _aten._log_softmax.default: 1,
@@ -54,7 +54,7 @@ _OF_ROWS = {
     _aten._log_softmax_backward_data.default: 2,
     _aten._softmax_backward_data.default: 2,
 }
-"""They give each row by itself; where among the arguments the dimension is."""
+"""Operators that compute each row by itself, and the position of the dimension argument."""
 
 _REDUCTIONS = {
     _aten.sum.dim_IntList: (1, 2),
@@ -68,9 +68,10 @@ _REDUCTIONS = {
     _aten.argmin.default: (1, 2),
     _aten.topk.default: (2, None),
 }
-"""They leave a few numbers of each row; where the dimension is, and whether it is kept."""
+"""Operators that reduce each row to a few numbers, and the positions of dim and keepdim."""
 
 _OF_NO_GRADIENT = (_aten.argmax.default, _aten.argmin.default)
+"""Reductions without a gradient."""
 
 _MOVING = frozenset(
     {
@@ -81,7 +82,7 @@ _MOVING = frozenset(
         *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
     }
 )
-"""They choose and arrange rows: views."""
+"""Operators that choose and arrange rows: views."""
 _RESHAPING = frozenset(
     {_aten.view.default, _aten._unsafe_view.default, _aten._reshape_alias.default}
 )
@@ -92,19 +93,19 @@ _PUTTING = frozenset(
         *(_aten.stack.default, _aten.cat.default),
     }
 )
-"""They put rows among others."""
+"""Operators that put rows among others."""
 
 Result = Any
-"""A lazy, a tensor, or several of them; None: the operator gets the values."""
+"""Lazies, tensors, or one of them; None: the operator has to run on the values."""
 
 
 def lazily(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Result:
-    """Returns the result of an operator over lazies, which tiles compute if it is ever needed.
+    """Runs an operator over lazies without values, or tile by tile.
 
     Args:
         func: The operator.
-        args: Its arguments, LazyLogits among them.
-        kwargs: By name; none of them is a lazy.
+        args: Positional arguments, LazyLogits among them.
+        kwargs: Keyword arguments; none of them is a lazy.
     """
     flat = [v for a in args for v in (a if isinstance(a, list | tuple) else (a,))]
     lazies = [value for value in flat if isinstance(value, LazyLogits)]
@@ -140,7 +141,7 @@ def lazily(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Resul
 
 
 def _is_strange(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether it is not a plain tensor that stands where logits do."""
+    """Whether a tensor is no plain one on the device of the logits."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_inference()
     return not plain or (tensor.device != device and tensor.dim() > 0)
 
@@ -203,7 +204,7 @@ def _operand(value: Any, shape: torch.Size) -> Any:
 
 
 def _numbers_of(func: Any, lazy: LazyLogits, args: tuple[Any, ...]) -> torch.Tensor:
-    """The numbers of a lazy's rows, arranged as an operator arranges the rows."""
+    """Returns the numbers of a lazy's rows, arranged as an operator arranges the rows."""
     numbers = torch.arange(lazy.num_rows).view(*lazy.like.shape[:-1], 1)
     found: torch.Tensor = func(numbers, *args)
     return found
@@ -265,13 +266,13 @@ def _put(
     like = func(likes if several else likes[0], *args[1:], **kwargs)
     if like.shape[-1] != vocabulary or any(part.dtype != like.dtype for part in likes):
         return None
-    numbers, first = [], 1  # 0: none
+    numbers, first = [], 1  # 0: a row of zeros
     for part in likes:
         rows = part.numel() // vocabulary
         numbers.append(torch.arange(first, first + rows).view(*part.shape[:-1], 1))
         first += rows
     rest = list(args[1:])
-    if not several:  # the sizes of the result: those of its numbers have one column
+    if not several:  # args[1] are the sizes of the result; row numbers have one column
         rest[0] = [*rest[0][:-1], 1]
     try:
         places = func(numbers if several else numbers[0], *rest, **kwargs)
@@ -323,7 +324,7 @@ def _reduced(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Res
 
 
 def _total(func: Any, lazy: LazyLogits, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """A sum or mean of all elements: of the tiles' sums, in float32 at least."""
+    """Computes a sum or mean of all elements from the tiles' sums, in float32 at least."""
     dtype = kwargs.get("dtype") or lazy.like.dtype
     if not dtype.is_floating_point or not lazy.like.is_floating_point():
         dtype = kwargs.get("dtype") or torch.int64
@@ -348,7 +349,7 @@ def _nll_loss_forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Resul
 
     def compute(rows: slice, values: torch.Tensor) -> None:
         whole = rows == slice(0, lazy.num_rows)
-        how = reduction if whole else 0  # whole: as plain PyTorch has it
+        how = reduction if whole else 0  # all rows at once: bitwise as in plain PyTorch
         found = _aten.nll_loss_forward.default(values, target[rows], weight, how, ignored)
         if whole:
             of_all.append(found)
@@ -393,12 +394,12 @@ def _nll_loss_backward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Resu
 
 
 def gathered(lazy: LazyLogits, index: torch.Tensor, *, trains: bool) -> torch.Tensor:
-    """Elements of each row: torch.gather along the last dimension.
+    """Gathers elements of each row: torch.gather along the last dimension.
 
     Args:
-        lazy: Of the rows.
-        index: Of the elements, (..., elements).
-        trains: Whether they have a gradient.
+        lazy: The lazy.
+        index: Columns of the elements, (..., elements).
+        trains: Whether the elements have a gradient.
     """
     found = torch.empty(index.shape, dtype=lazy.like.dtype, device=lazy.source.hidden.device)
     columns, result = index.reshape(-1, index.shape[-1]), found.view(-1, index.shape[-1])
@@ -411,12 +412,12 @@ def gathered(lazy: LazyLogits, index: torch.Tensor, *, trains: bool) -> torch.Te
 
 
 def scattered(lazy: LazyLogits, index: torch.Tensor, grad: torch.Tensor) -> LazyLogits:
-    """The gradient before gathered.
+    """Returns the gradient of a lazy from that of its gathered elements.
 
     Args:
-        lazy: The lazy that elements were taken of.
-        index: Of the elements, (..., elements).
-        grad: Theirs.
+        lazy: The lazy that the elements were gathered from.
+        index: Columns of the elements, (..., elements).
+        grad: Gradient of the elements, (..., elements).
     """
     columns, width = index.shape[-1], lazy.like.shape[-1]
 
@@ -431,7 +432,7 @@ def scattered(lazy: LazyLogits, index: torch.Tensor, grad: torch.Tensor) -> Lazy
 
 
 def chosen(lazy: LazyLogits, index: torch.Tensor) -> LazyLogits:
-    """Rows of a lazy at some places: lazy[index].
+    """Chooses rows of a lazy: lazy[index].
 
     Args:
         lazy: The lazy.
@@ -443,12 +444,12 @@ def chosen(lazy: LazyLogits, index: torch.Tensor) -> LazyLogits:
 
 
 def put_back(lazy: LazyLogits, shape: torch.Size, index: torch.Tensor) -> LazyLogits:
-    """The gradient before chosen.
+    """Returns the gradient of a lazy from that of its chosen rows.
 
     Args:
         lazy: The gradient of the chosen rows.
-        shape: Of what they were chosen from.
-        index: See chosen.
+        shape: Shape of the lazy that the rows were chosen from.
+        index: The index of `chosen`.
     """
     numbers = _places_of(shape, index).reshape(-1)
     places = torch.full((shape[:-1].numel(),), -1)

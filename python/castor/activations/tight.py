@@ -1,4 +1,4 @@
-"""Budgets in which recomputed blocks are not small enough: pieces, and what would do instead."""
+"""Handles budgets that are too small for recomputed blocks: runs in pieces, or gives advice."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from castor.errors import OutOfMemoryError
 from castor.runtime.blocks import find_blocks
 
 MOST_TILES = 16
-"""Pieces that "auto" cuts rows into, at most."""
+"""Most pieces that "auto" cuts rows into."""
 _WIDE = 8
-"""Upper bound, about, of the tensors at once for each output of a block's layers."""
+"""Approximate upper bound of the tensors alive at once for each output of a block's layers."""
 _HEADS = 64
-"""Upper bound, about, of the heads of attention that makes a matrix of scores."""
+"""Approximate upper bound of the attention heads that make a matrix of scores."""
 _ROOM = 2
-"""Factor below the budget from which on no closer look is taken."""
+"""Factor by which the budget must exceed a rough estimate for no step to be simulated."""
 
 _STATE_BYTES = 16
-"""Bytes of a parameter that is trained with Adam, in any precision."""
+"""Bytes of an element of a parameter that is trained with Adam, in any precision."""
 
 Shape = tuple[int, int]
-"""Samples, and tokens of each."""
+"""Shape of a batch: samples, and tokens of each sample."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of rows by which a step takes less memory."""
+    """Pieces of rows that a step is computed in to take less memory."""
 
     tiles: int = 1
-    """Number of pieces of the blocks' MLPs."""
+    """Number of pieces that the blocks' MLPs run in."""
     logit_rows: int = 0
-    """Rows of logits that are computed at once; 0: as many as tile_logits says."""
+    """Number of rows of logits that are computed at once; 0: as many as tile_logits says."""
 
 
 class StepSimulator(Protocol):
-    """Steps of a model, every block recomputed, that are not run (castor.estimate.boosted)."""
+    """Simulated steps of a model, every block recomputed (castor.estimate.boosted)."""
 
     def fitting(self, shape: Shape) -> Pieces | None:
-        """The fewest pieces of logits, then of MLPs, in which a step fits; None: there are none."""
+        """Returns the fewest pieces of logits, then of MLPs, with which a step fits; else None."""
         ...
 
     def advice(self, shape: Shape) -> str:
@@ -51,7 +51,7 @@ class StepSimulator(Protocol):
 
 
 class Tight:
-    """Watches a model's training forwards, and judges whether the budget is small for them."""
+    """Watches a model's training forwards, and decides whether the budget is too small for them."""
 
     def __init__(self, model: nn.Module, simulated: StepSimulator, device_bytes: int) -> None:
         """Takes a model and its device budget."""
@@ -65,22 +65,22 @@ class Tight:
         self._looked_at: list[Shape] = []
         self._shape: Shape | None = None
         self.pieces = Pieces()
-        """Pieces that serve for all forwards so far."""
+        """Pieces with which all forwards so far fit."""
 
     def explain(self, error: BaseException | None) -> None:
-        """Has an error of the device's budget say what would do."""
+        """Adds advice to an error of the device budget."""
         if isinstance(error, OutOfMemoryError) and error.tier == "device" and self._shape:
             error.advise(self._simulated.advice(self._shape))
 
     def is_ample(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], nonmodel_bytes: int
     ) -> bool:
-        """Whether all blocks of a training forward can be kept with ease, whatever is measured.
+        """Whether a rough estimate says that all blocks of a training forward can be kept.
 
         Args:
-            args: Of the model's forward.
-            kwargs: Of the model's forward.
-            nonmodel_bytes: Activations that stand on the device already.
+            args: Positional arguments of the model's forward.
+            kwargs: Keyword arguments of the model's forward.
+            nonmodel_bytes: Bytes of activations that are on the device already.
         """
         shape = _shape_of(args, kwargs)
         if shape is None:
@@ -93,9 +93,9 @@ class Tight:
         return self._state_bytes + nonmodel_bytes + _ROOM * rough <= self._device_bytes
 
     def comes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """The model's training forward is called; says whether there are more pieces from now on.
+        """Looks at a training forward of the model; returns whether the pieces have changed.
 
-        Where a look at the model's size says that there is room, nothing is recorded.
+        If a rough estimate says that there is room, no step is simulated.
         """
         shape = self._shape = _shape_of(args, kwargs)
         if shape is None or any(_within(shape, other) for other in self._looked_at):
@@ -114,7 +114,7 @@ class Tight:
 
 
 def _shape_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shape | None:
-    """Returns the shape of the tokens that a model is given; None: it is given something else."""
+    """Returns the shape of the tokens in a model's arguments; None: there are no tokens."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(ids, torch.Tensor) and ids.dim() == 2 and not ids.is_floating_point():
         return ids.shape[0], ids.shape[1]
@@ -126,7 +126,7 @@ def _within(shape: Shape, other: Shape) -> bool:
 
 
 def _bytes_per_token(model: nn.Module) -> int:
-    """About what a step takes, blocks recomputed; rather too much."""
+    """Returns a rough upper estimate of a step's bytes per token, with recomputed blocks."""
     blocks = list(find_blocks(model).values())
     inner = max((_out_features(block) for block in blocks), default=0)
     outside = _out_features(model) - sum(map(_out_features, blocks))
@@ -135,12 +135,12 @@ def _bytes_per_token(model: nn.Module) -> int:
 
 
 def _out_features(module: nn.Module) -> int:
-    """Returns the output features of all matrices, whatever their layer is called."""
+    """Returns the sum of the larger sides of all matrices, whatever their layer is called."""
     return sum(max(p.shape) for p in module.parameters() if p.dim() > 1)
 
 
 def _state_bytes(param: nn.Parameter) -> int:
-    """Returns the bytes of a parameter with gradient, master and two moments, in any tier."""
+    """Returns the bytes of a parameter, its gradient, master and two Adam moments, in any tier."""
     return _STATE_BYTES * param.numel() if param.requires_grad else param.nbytes
 
 

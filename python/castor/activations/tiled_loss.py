@@ -1,4 +1,4 @@
-"""Cross-entropy over logits that are not computed, and its gradient, in tiles of rows."""
+"""Cross-entropy over deferred logits, and its gradient, in tiles of rows."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Loss:
 
     @property
     def num_tiles(self) -> int:
-        """Parts that the rows are computed in."""
+        """Number of tiles that the rows are computed in."""
         return -(-self.target.numel() // self.logits.source.rows_per_tile)
 
     def of(self, logits: torch.Tensor, rows: Rows, reduction: str) -> torch.Tensor:
-        """The loss of some rows, whose logits are given, or of all."""
+        """Returns the loss of some rows, or of all, from their logits."""
         return F.cross_entropy(
             logits,
             self.target[rows],
@@ -53,7 +53,7 @@ class Loss:
         )
 
     def hidden_rows(self) -> Callable[[slice], torch.Tensor]:
-        """Returns a function that gives the hidden states of some rows of the loss."""
+        """Returns a function from row numbers of the loss to their hidden states."""
         source = self.logits.source
         hidden = source.hidden.reshape(-1, source.hidden.shape[-1])
         numbers = self.logits.row_numbers()
@@ -67,7 +67,7 @@ class Loss:
         return logits
 
     def divisor(self) -> torch.Tensor | None:
-        """Returns the divisor of the sum over rows; None: there is none."""
+        """Returns the divisor of the sum over rows; None: the sum is not divided."""
         if self.reduction != "mean":
             return None
         counted = self.target != self.ignore_index
@@ -76,7 +76,7 @@ class Loss:
         return self.weight[self.target.masked_fill(~counted, 0)].mul(counted).sum()
 
     def value(self) -> torch.Tensor:
-        """The loss. The head's weights must be at hand."""
+        """Computes the loss. The head's weights must be pinned."""
         if self.num_tiles <= 1:
             found = at_once(
                 self.logits.source,
@@ -100,11 +100,11 @@ class Loss:
         return (total if divisor is None else total / divisor).to(losses.dtype)
 
     def gradient(self, logits: LazyLogits, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient with respect to `logits`, from which the loss's come, by plain operators.
+        """Computes the gradient with respect to `logits` by plain operators, all rows at once.
 
         Args:
-            logits: On the way from the head to the loss.
-            grad: Of the loss.
+            logits: A lazy between the head's output and the loss.
+            grad: Gradient of the loss.
         """
         start, edge = _begin_graph(logits.original(keep=False))
         with torch.enable_grad():
@@ -116,12 +116,12 @@ class Loss:
 
 
 class LazyGradient:
-    """The gradient of a loss with respect to logits, without values.
+    """Lazy gradient of a loss with respect to logits.
 
     Args:
         loss: The loss.
-        grad: Its gradient.
-        logits: On the way from the head to the loss.
+        grad: Gradient of the loss.
+        logits: A lazy between the head's output and the loss.
     """
 
     def __init__(self, loss: Loss, grad: torch.Tensor, logits: LazyLogits) -> None:
@@ -133,26 +133,26 @@ class LazyGradient:
 
     @property
     def computed(self) -> bool:
-        """Whether it has values, which somebody may have written to."""
+        """Whether it has values, which user code may have written to."""
         return self._value is not None
 
     def value(self) -> torch.Tensor:
-        """The values, computed once.
+        """Returns the values, which are computed once.
 
         Raises:
-            UsageError: They were not before, and the weights have changed.
+            UsageError: The values were not computed before, and the weights have changed.
         """
         if self._value is None:
             self._value = self.compute()
         return self._value
 
     def compute(self) -> torch.Tensor:
-        """The values, not kept."""
+        """Computes the values, and does not keep them."""
         with torch.inference_mode(False), autograd_at_work():
             return self.loss.gradient(self.logits, self.grad).contiguous()
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The gradient before the last step, if an operator on this one makes that; else None."""
+        """Returns the gradient before the last step if an operator on this computes it, or None."""
         after = self.after_passing()
         step, parent = after.step, after.parent
         if step is None or parent is None or kwargs.get("device") not in (None, self.grad.device):
@@ -168,7 +168,7 @@ class LazyGradient:
         return LazyGradient(self.loss, self.grad, parent)
 
     def after_passing(self) -> LazyLogits:
-        """The logits, or those before that have the same gradient."""
+        """Returns the earliest lazy before the logits that has the same gradient."""
         logits = self.logits
         while logits.step is not None and logits.step.func in operators.UNDONE_BY_NOTHING:
             assert logits.parent is not None
@@ -181,19 +181,19 @@ class LazyGradient:
         return self.after_passing().parent is None
 
     def of_losses(self) -> torch.Tensor:
-        """The gradients of the rows' losses."""
+        """Returns the gradients of the rows' losses."""
         divisor = self.loss.divisor()
         grad = self.grad if divisor is None else self.grad / divisor
         return grad.expand(self.loss.target.shape)
 
 
 class LossGradient(LazyLogits):
-    """The gradient of a loss, among other lazies: another one is added to it."""
+    """Gradient of a loss as a lazy, so that other gradients can be added to it."""
 
     def __init__(self, gradient: LazyGradient) -> None:
         super().__init__(gradient.logits.source, gradient.like)
         self._gradient = gradient
-        self._places: torch.Tensor | None = None  # of each row among the loss's; -1: none
+        self._places: torch.Tensor | None = None  # number of each row in the loss; -1: not in it
 
     @property
     def is_logits(self) -> bool:
@@ -212,7 +212,7 @@ class LossGradient(LazyLogits):
     def compute(self, rows: Rows, tile: Tile) -> torch.Tensor:
         """See LazyLogits."""
         loss, logits = self._gradient.loss, self._gradient.logits
-        if rows == slice(0, logits.num_rows):  # as plain PyTorch has it
+        if rows == slice(0, logits.num_rows):  # bitwise as in plain PyTorch
             found = self._gradient.compute()
             return found.view(-1, found.shape[-1])
         if self._places is None:
@@ -247,26 +247,26 @@ class LossGradient(LazyLogits):
 
 
 class DeferredGradient(Uncomputed):
-    """The gradient of logits that were not computed."""
+    """Deferred gradient of deferred logits."""
 
     def __init__(self, like: torch.Tensor, device: torch.device, gradient: LazyGradient) -> None:
         self.gradient = gradient
 
     @classmethod
     def of(cls, gradient: LazyGradient) -> DeferredGradient:
-        """A tensor over `gradient`."""
+        """Makes a tensor over `gradient`."""
         return cls(gradient.like, gradient.grad.device, gradient)
 
     def values(self) -> torch.Tensor:
         """See Uncomputed.
 
         Raises:
-            UsageError: They were not computed before, and the weights have changed.
+            UsageError: The values were not computed before, and the weights have changed.
         """
         return self.gradient.value()
 
     def expose(self) -> None:
-        """See Uncomputed: values, once computed, are what counts."""
+        """Does nothing: once computed, the values are used as they are."""
 
     def lazy(self) -> LazyLogits | None:
         """See Uncomputed."""
@@ -289,13 +289,16 @@ def tiled_backward(
     weight: torch.Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of hidden states, weight and bias, whose logits never stand in memory at once.
+    """Computes the gradients of hidden states, weight and bias from a loss, in tiles of logits.
 
     Args:
-        gradient: Of the head's output.
-        shape: Of the hidden states.
-        weight: The head's, (vocabulary, width).
-        wanted: Which of the three.
+        gradient: Lazy gradient of the head's output.
+        shape: Shape of the hidden states.
+        weight: Weight of the head, (vocabulary, width).
+        wanted: Which of the three gradients are needed.
+
+    Returns:
+        The three gradients; None for those that are not needed.
     """
     loss, source = gradient.loss, gradient.loss.logits.source
     numbers, grad = loss.logits.row_numbers(), gradient.of_losses()
@@ -333,13 +336,13 @@ def add_rows(
     of_weight: _Sum | None,
     of_bias: _Sum | None,
 ) -> None:
-    """Adds what some rows of logits make of the gradients of weight and bias: both or none.
+    """Adds the share of some rows to the gradients of weight and bias: to both or to none.
 
     Args:
-        of_logits: Their gradient.
-        hidden: Their hidden states.
-        of_weight: The sum for the weight, if it is wanted.
-        of_bias: The sum for the bias, if it is wanted.
+        of_logits: Gradient of the rows' logits.
+        hidden: Hidden states of the rows.
+        of_weight: The sum for the weight; None: it is not needed.
+        of_bias: The sum for the bias; None: it is not needed.
     """
     part = None if of_bias is None else of_logits.sum(0, dtype=of_bias.precise)
     if of_weight is not None:
@@ -354,13 +357,16 @@ def backward_of_rows(
     weight: torch.Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of hidden states, weight and bias, of a gradient that is computed in tiles.
+    """Computes the gradients of hidden states, weight and bias from a lazy gradient, in tiles.
 
     Args:
-        gradient: Of the head's output.
+        gradient: Lazy gradient of the head's output.
         hidden: The hidden states.
-        weight: The head's, (vocabulary, width).
-        wanted: Which of the three.
+        weight: Weight of the head, (vocabulary, width).
+        wanted: Which of the three gradients are needed.
+
+    Returns:
+        The three gradients; None for those that are not needed.
     """
     inputs = hidden.reshape(-1, hidden.shape[-1])
     of_hidden = torch.empty_like(inputs) if wanted[0] else None
@@ -372,7 +378,7 @@ def backward_of_rows(
         of_logits = values(rows)
         if of_hidden is not None:
             of_hidden[rows] = of_logits.mm(weight)
-        if of_weight is not None and rows == slice(0, len(inputs)):  # as plain PyTorch has it
+        if of_weight is not None and rows == slice(0, len(inputs)):  # bitwise as in plain PyTorch
             of_weight.add(of_logits.t().mm(inputs))
             add_rows(of_logits, inputs, None, of_bias)
         else:
@@ -387,11 +393,14 @@ def backward_of_rows(
 
 
 class _GraphBegins(torch.autograd.Function):
-    """A tensor whose gradient can be asked for when it is gone; a leaf would hold it."""
+    """Begins a graph with a tensor whose gradient can be taken after it is freed.
+
+    A leaf would keep the tensor alive.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Gives the values, in a graph."""
+        """Returns the values, in a graph."""
         return values.detach()
 
     @staticmethod
@@ -401,7 +410,7 @@ class _GraphBegins(torch.autograd.Function):
 
 
 def _begin_graph(values: torch.Tensor) -> tuple[torch.Tensor, GradientEdge]:
-    """(the values, requiring a gradient; what to ask for it)."""
+    """Returns the values in a graph, and the edge by which to ask for their gradient."""
     anchor = torch.empty((), requires_grad=True)
     with torch.enable_grad():
         start: torch.Tensor = _GraphBegins.apply(anchor, values)
@@ -409,7 +418,7 @@ def _begin_graph(values: torch.Tensor) -> tuple[torch.Tensor, GradientEdge]:
 
 
 class _Sum:
-    """A sum over tiles, in float32 at least."""
+    """Sum over tiles, in float32 at least."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.precise = torch.promote_types(dtype, torch.float32)
@@ -417,15 +426,15 @@ class _Sum:
         self._total: torch.Tensor | None = None
 
     def add(self, part: torch.Tensor) -> None:
-        """Adds a tile's part, which is precise already."""
+        """Adds a tile's part in float32 at least, or that of all rows; it may be written later."""
         self._total = part if self._total is None else self._total.add_(part)
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Adds the product of two matrices, its elements not rounded to their type."""
+        """Adds the product of two matrices, not rounded to their dtype."""
         left, right = left.to(self.precise), right.to(self.precise)
         self._total = left.mm(right) if self._total is None else self._total.addmm_(left, right)
 
     def rounded(self) -> torch.Tensor:
-        """The sum in the type it was asked for."""
+        """Returns the sum, rounded to the dtype that was asked for."""
         assert self._total is not None
         return self._total.to(self._dtype)

@@ -1,4 +1,4 @@
-"""Parts of blocks that run on a piece of the rows at a time, as an MLP may."""
+"""Runs parts of blocks, such as MLPs, on a piece of the rows at a time."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from castor.runtime.own_forward import OwnForward, has_own_forward
 MLP_NAMES = frozenset({"mlp", "ffn", "ff", "feed_forward", "DenseReluDense"})
 """Names of the part of a block that maps each token by itself."""
 _PROBE_ROWS = 64
-"""Rows that are computed again in other pieces, to see whether they depend on one another; no more
-than a piece has."""
+"""Most rows that are computed again in other pieces, to find out whether rows depend on others; the
+rows of a piece if these are fewer."""
 _ROWS = -2
-"""The dimension of the rows: tokens, or what a batch has of them."""
+"""Dimension of the rows, which are tokens."""
 
 
 def tiled_parts(block: nn.Module, name: str, part: str) -> dict[str, nn.Module]:
-    """The parts of a block that run in pieces, by their names in it.
+    """Returns the parts of a block that run in pieces, by their names in the block.
 
     Args:
         block: The block.
-        name: Its name.
-        part: Of the block; "": its MLP.
+        name: Name of the block in the model.
+        part: Name of the part in the block; "": its MLP.
 
     Raises:
-        UsageError: It has no such part, or one that chooses experts.
+        UsageError: The block has no such part, or the part chooses experts.
     """
     found: dict[str, nn.Module] = {}
     for child, module in block.named_modules():
@@ -74,12 +74,12 @@ def tile_mlps(
     """Has the MLPs of blocks run in as many pieces as `tiles` says, where they can.
 
     Args:
-        blocks: By name.
-        tiles: The number.
+        blocks: The blocks, by name.
+        tiles: Number of pieces, read at each forward.
         put: Sets an attribute of a module.
 
     Returns:
-        Those MLPs.
+        The MLPs whose forwards were replaced.
     """
     found: list[nn.Module] = []
     for name, block in blocks.items():
@@ -91,7 +91,7 @@ def tile_mlps(
             compiled = any(map(is_compiled, (block, *module.modules())))
             if compiled or has_own_forward(module) or any(map(_drops, module.modules())):
                 continue
-            # The outputs of its two forwards are not compared: those of the block around it are.
+            # The outputs of the MLP's two forwards are not compared; those of its block are.
             forward = TiledForward(module, f"{name}.{part}", tiles=tiles, compared=False)
             put(module, "forward", forward)
             found.append(module)
@@ -99,18 +99,18 @@ def tile_mlps(
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether it draws random numbers in training: others in pieces than as a whole."""
+    """Whether a module drops elements in training: pieces would draw other random numbers."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 class TiledForward(OwnForward):
-    """The forward of a module that maps each row by itself, run on some rows after the others.
+    """Forward of a module that maps each row by itself, run on one piece of the rows at a time.
 
-    Each piece is recomputed when backward comes to it, so that what the module takes inside is
-    there for one piece at a time. Autograd adds the pieces' gradients up before it gives a
-    parameter any: that sees one gradient a pass, as without pieces.
+    Each piece is recomputed when backward comes to it, so that the module's inner activations exist
+    for one piece at a time. Autograd adds the pieces' gradients up, so that a parameter gets one
+    gradient in a pass, as without pieces.
 
-    At the first forward it is checked that the rows do not depend on one another.
+    The first forward checks that the rows do not depend on one another.
     """
 
     def __init__(self, module: nn.Module, name: str, *, tiles: int | Tiles, compared: bool) -> None:
@@ -118,10 +118,10 @@ class TiledForward(OwnForward):
 
         Args:
             module: The module.
-            name: Its name in the model.
-            tiles: Pieces; fewer where there are fewer rows. Where "auto" has them, what cannot run
-                in pieces runs as a whole.
-            compared: Whether the outputs of its two forwards are, once.
+            name: Name of the module in the model.
+            tiles: Number of pieces; there are fewer if there are fewer rows. With `Tiles` ("auto"),
+                a module that cannot run in pieces runs on all rows, without an error.
+            compared: Whether the outputs of the two forwards are compared once.
         """
         super().__init__(module)
         self._name = name
@@ -129,14 +129,14 @@ class TiledForward(OwnForward):
         self._recomputation = Recomputation(module, name, compared=compared)
         self._unchecked = True
         self.whole = False
-        """"auto" has found that it cannot run in pieces."""
+        """Whether "auto" has found that the module cannot run in pieces."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gives what the class's forward gives.
+        """Returns the result of the class's forward.
 
         Raises:
-            UsageError: Its rows depend on one another, it draws random numbers, or it is passed or
-                gives something that cannot be cut into rows, or that it may change.
+            UsageError: Rows depend on one another, the forward draws random numbers, an argument
+                or the result cannot be cut into rows, or the forward may change an argument.
         """
         module = self.module
         forward = functools.partial(type(module).forward, module)
@@ -170,7 +170,7 @@ class TiledForward(OwnForward):
         return output
 
     def _may_be_cut(self, call: _Call, number: int) -> bool:
-        """Whether nothing would be refused, tried on one piece, of which nobody sees anything."""
+        """Whether a call would not be refused, tried on one piece without side effects."""
         module = self.module
         try:
             refuse_changeable(self._name, module, call.values)
@@ -192,7 +192,7 @@ class TiledForward(OwnForward):
         return not depend and buffers == [buffer._version for buffer in copied.buffers()]
 
     def _copy(self) -> nn.Module:
-        """The module without hooks, over the same parameters: nobody need fetch for it."""
+        """Returns a copy of the module without hooks, over the same parameters."""
         return copy.deepcopy(self.module, {id(param): param for param in self.module.parameters()})
 
     def _rows_depend(
@@ -200,14 +200,14 @@ class TiledForward(OwnForward):
     ) -> bool:
         """Whether rows of the output depend on other rows.
 
-        Some rows are computed again, all at once and in two pieces: there they have other
-        neighbours, in another number. A copy without hooks does so.
+        A copy of the module computes some rows again, all at once and in two pieces. There the rows
+        have other neighbours, in another number.
 
         Args:
-            call: Of the module.
-            tensors: With rows: its arguments, or a piece of them.
-            output: What they give.
-            number: Pieces of the whole.
+            call: Arguments of the module.
+            tensors: The arguments with rows, or one piece of them.
+            output: Result of the module for `tensors`.
+            number: Number of pieces of all rows.
         """
         forward = functools.partial(call.places, self._copy())
         have = tensors[0].shape[_ROWS]
@@ -215,7 +215,8 @@ class TiledForward(OwnForward):
         step = max(1, have // rows_of_probe)
         rows = slice(0, step * rows_of_probe, step)
         inputs = [tensor.detach()[..., rows, :] for tensor in tensors]
-        # A block around it may be recomputed; as they are, outputs would hold their own nodes.
+        # The hooks of a recomputed block around it must not apply. Without `detach`, saved outputs
+        # would hold their own graph nodes.
         with saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             whole, of_whole = _with_gradients(forward, inputs, 1)
             parts, of_parts = _with_gradients(forward, inputs, 2)
@@ -231,20 +232,20 @@ class TiledForward(OwnForward):
 
 
 def is_tiled(module: nn.Module) -> bool:
-    """Whether its forward runs in tiles."""
+    """Whether a module's forward runs in tiles."""
     forward = module.__dict__.get("forward")
     return isinstance(forward, TiledForward) and not forward.whole
 
 
 class _Places:
-    """The arguments of a forward without its tensors, which are put in: it keeps none alive."""
+    """Arguments of a forward without their tensors, so that none is kept alive."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._args = [_emptied(value) for value in args]
         self._kwargs = {name: _emptied(value) for name, value in kwargs.items()}
 
     def __call__(self, forward: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        """Calls forward with tensors in their places."""
+        """Calls a forward with `tensors` in the places of the arguments' tensors."""
         left = iter(tensors)
 
         def placed(value: Any) -> Any:
@@ -262,7 +263,7 @@ def _emptied(value: Any) -> Any:
 
 
 class _Call:
-    """The arguments of a forward, whose tensors are cut into rows and put back."""
+    """Arguments of a forward, whose tensors can be cut into pieces of rows."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.places = _Places(args, kwargs)
@@ -271,7 +272,7 @@ class _Call:
 
     @property
     def has_rows(self) -> bool:
-        """Whether all tensors among them are (..., rows, width), with the same rows."""
+        """Whether all tensors among the arguments are (..., rows, width), with the same rows."""
         found = list(tensors_in(self.values))
         return (
             0 < len(found) == len(self.tensors)
@@ -281,11 +282,11 @@ class _Call:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the tensors, without the width; the last is the number of rows."""
+        """Shape of the tensors without the width; its last size is the number of rows."""
         return self.tensors[0].shape[:-1]
 
     def pieces(self, number: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """The tensors, cut into so many pieces of rows that differ by one row at most."""
+        """Yields the tensors, cut into `number` pieces whose sizes differ by one row at most."""
         return zip(*(_cut(tensor, number) for tensor in self.tensors), strict=True)
 
 
@@ -298,7 +299,7 @@ def _cut(tensor: torch.Tensor, number: int) -> Sequence[torch.Tensor]:
 
 
 def _joined(pieces: list[Any]) -> torch.Tensor | None:
-    """Their rows; None where they are no tensors with rows."""
+    """Joins the rows of pieces; None: a piece is no floating-point tensor with rows."""
     for piece in pieces:
         if not (isinstance(piece, torch.Tensor) and piece.is_floating_point() and piece.dim() > 1):
             return None
@@ -308,7 +309,7 @@ def _joined(pieces: list[Any]) -> torch.Tensor | None:
 def _with_gradients(
     forward: Callable[..., torch.Tensor], inputs: list[torch.Tensor], number: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(the output of so many pieces, the inputs' gradients of half its square)."""
+    """Computes in `number` pieces: the output, and the inputs' gradients of half its square sum."""
     with torch.enable_grad():
         inputs = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
         pieces = zip(*(_cut(tensor, number) for tensor in inputs), strict=True)
@@ -319,7 +320,7 @@ def _with_gradients(
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether they are the same but for rounding."""
+    """Whether two tensors are equal but for rounding."""
     largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
     tolerance = torch.finfo(expected.dtype).eps ** 0.5
     return torch.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)

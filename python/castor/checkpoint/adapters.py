@@ -22,11 +22,22 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
 _SCALES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
-"""Settings that decide, beside names and shapes, over the meaning of an adapter's weights."""
+"""Settings that decide, beside names and shapes, what an adapter's weights mean."""
 
 
 def with_adapters(model: nn.Module, directory: Path | None, config: Any) -> Any:
-    """The model in a PeftModel with adapters to train; see Booster.enable_lora."""
+    """Wraps the model in a PeftModel with adapters to train; see Booster.enable_lora.
+
+    Args:
+        model: A model that has not been boosted.
+        directory: Directory of saved adapters to start from; None: new adapters.
+        config: A peft.PeftConfig, or None where `directory` has one.
+
+    Raises:
+        CheckpointError: `directory` holds no adapter.
+        TypeError: `config` is no peft.PeftConfig.
+        UsageError: peft is not installed, the model is boosted, or both arguments are None.
+    """
     try:
         import peft
     except ModuleNotFoundError as error:
@@ -48,7 +59,7 @@ def with_adapters(model: nn.Module, directory: Path | None, config: Any) -> Any:
 
 
 def check_no_loose_adapters(model: nn.Module) -> None:
-    """Raises CheckpointError where adapter layers would be written as if they were the model's.
+    """Checks that no adapter layers would be written as if they were the model's own.
 
     Raises:
         CheckpointError: A transformers model holds layers of PEFT without being a PeftModel.
@@ -70,12 +81,12 @@ def own_tensors(
     state: dict[str, torch.Tensor],
     known: Mapping[str, Mapping[str, str]] | None,
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of a state dict that adapters' files have, by adapter and key in its file.
+    """Returns the tensors that belong in adapters' files, by adapter and key in its file.
 
     Args:
         model: A PeftModel.
-        state: Its state dict; of a model in stages, what this rank has of it.
-        known: See WholeModel.adapters; None: PEFT says what is in a file.
+        state: State dict of the model; with pipeline parallelism, this rank's entries of it.
+        known: Keys in each adapter's file, see WholeModel.adapters; None: PEFT decides them.
     """
     if known is None:
         return adapter_tensors(model, state)
@@ -86,7 +97,7 @@ def own_tensors(
 
 
 def prefix_of(adapter: str) -> str:
-    """Returns the prefix of an adapter's keys among those of several adapters."""
+    """Returns the prefix that tells an adapter's keys from those of other adapters."""
     return "" if adapter == "default" else f"{adapter}/"
 
 
@@ -123,17 +134,17 @@ def read_adapters(
 
     Args:
         model: A PeftModel.
-        directory: castor's, or what PeftModel.save_pretrained wrote.
-        state: The model's state dict, of its own objects.
-        known: See WholeModel.adapters; None: PEFT says what is in a file.
+        directory: Directory that castor or PeftModel.save_pretrained wrote.
+        state: State dict of the model, with its own tensor objects.
+        known: Keys in each adapter's file, see WholeModel.adapters; None: PEFT decides them.
 
     Returns:
-        What is stored and the model's tensors, by the same keys: those of the files, behind
-        "<adapter>/" for other adapters than "default".
+        The stored tensors, and the model's tensors, both by key in the files. Keys of an adapter
+        other than "default" have the prefix "<adapter>/".
 
     Raises:
-        CheckpointError: An adapter's files are missing or damaged, it is another kind of adapter,
-            or of a kind whose weights PEFT computes when it writes them.
+        CheckpointError: An adapter's files are missing or damaged, the adapter is of another kind,
+            or PEFT computes its weights when it writes them.
     """
     own = {id(tensor) for tensor in state.values()}
     stored: dict[str, StoredTensor] = {}
@@ -157,7 +168,7 @@ def read_adapters(
 def stored_adapters(
     stored: dict[str, StoredTensor], targets: dict[str, torch.Tensor], directory: Path
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the files, one by one, by the keys of read_adapters."""
+    """Yields (key, tensor) of the stored adapters, with the keys of read_adapters."""
     for path in sorted({entry.path for entry in stored.values()}):
         folder = path.parent.relative_to(directory)
         prefix = "" if folder == Path() else f"{folder}/"

@@ -1,4 +1,4 @@
-"""Checks, before ranks save or load together, that all do, and the same."""
+"""Checks before a collective save or load: all ranks take part, and all save or load the same."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyLoad(Generic[Result]):
-    """A load whose checks have passed; nothing has been changed."""
+    """A load whose checks have passed, and which has changed nothing yet."""
 
     facts: Mapping[str, Any]
-    """The facts that every rank loads, by their names in messages."""
+    """Values that must be equal on every rank, by their names in messages."""
     apply: Callable[[], Result]
-    """Makes all changes."""
+    """Function that makes all changes and returns the load's result."""
 
 
 def check_saved_alike(shared: BoostedModel, savers: Peers | None, facts: Mapping[str, Any]) -> None:
-    """Every rank saves, and was asked for the same files. Collective.
+    """Checks that every rank saves, and was asked for the same files. Collective.
 
     Args:
-        shared: The model.
-        savers: Those that write together; None: rank 0 writes for all.
-        facts: What a save was given, by its name in a message.
+        shared: The model that the ranks share.
+        savers: Ranks that write together; None: rank 0 writes for all.
+        facts: Arguments of the save, by their names in messages.
 
     Raises:
-        UsageError: Two ranks were asked for other files, or one does something else; every rank
-            raises it.
+        UsageError: Two ranks were asked for different files, or a rank does something else. Every
+            rank raises it.
     """
     if isinstance(shared, Engine):
         shared.meet()
@@ -46,16 +46,17 @@ def check_saved_alike(shared: BoostedModel, savers: Peers | None, facts: Mapping
 def ready_on_all(
     shared: BoostedModel | None, prepare: Callable[[], ReadyLoad[Result]]
 ) -> ReadyLoad[Result]:
-    """A load that has passed its checks on every rank. Collective.
+    """Runs a load's checks, and returns it when they have passed on every rank. Collective.
 
     Args:
-        shared: The model, where several ranks have it.
-        prepare: Checks, and changes nothing.
+        shared: The model, where several ranks share it; None: this process is alone.
+        prepare: Function that makes the checks and changes nothing.
 
     Raises:
-        CheckpointError: It has failed on another rank.
-        UsageError: Ranks load different things, or one does something else; every rank raises it.
-        Exception: What `prepare` raised here.
+        CheckpointError: The checks failed on another rank.
+        UsageError: Ranks load different things, or a rank does something else. Every rank raises
+            it.
+        Exception: `prepare` raised it on this rank.
     """
     if shared is None:
         return prepare()
@@ -80,11 +81,11 @@ def ready_on_all(
 
 
 def contents_of(directory: Path, manifest: str) -> str:
-    """Returns a text that tells a checkpoint from every other one, on each rank."""
+    """Returns a text that identifies a checkpoint by its contents, and is the same on each rank."""
     digest = hashlib.sha256()
     if (directory / manifest).exists():
         digest.update((directory / manifest).read_bytes())
-    else:  # not castor's: names and sizes
+    else:  # castor did not write it: names and sizes stand for the contents
         for path in sorted(directory.glob("*.safetensors")):
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
     return f"{directory.name} of contents {digest.hexdigest()[:12]}"

@@ -9,15 +9,16 @@ from castor.config import parse_bytes
 
 
 def absolute(path: str | Path) -> Path:
-    """The path, wherever the process goes meanwhile."""
+    """Returns the absolute path, which stays valid when the working directory changes."""
     return Path(path).resolve()
 
 
 def shard_bytes(shard: bool, size_per_shard: int | str) -> int | None:
-    """Bytes of tensors that one file may hold; None: all of them.
+    """Returns the bytes of tensors that one file may hold; None: no limit.
 
     Raises:
-        ValueError: It is no size, or a small number, as of those who think in Colossal-AI's MiB.
+        ValueError: `size_per_shard` is no size, or an integer below 1 MiB, which was probably
+            meant in MiB, as in Colossal-AI.
     """
     max_bytes = parse_bytes(size_per_shard, "size_per_shard")
     if isinstance(size_per_shard, int) and size_per_shard < 2**20:
@@ -29,10 +30,10 @@ def shard_bytes(shard: bool, size_per_shard: int | str) -> int | None:
 
 
 def check_only(**arguments: tuple[Any, Any]) -> None:
-    """Takes arguments, given as (value, the one that is supported).
+    """Checks arguments that have one supported value, each given as (value, supported value).
 
     Raises:
-        NotImplementedError: One has another value.
+        NotImplementedError: An argument has another value.
     """
     for name, (value, supported) in arguments.items():
         if value != supported:

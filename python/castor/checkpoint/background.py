@@ -1,4 +1,4 @@
-"""Saves that are written beside the training: one at a time, and what they raise is not lost."""
+"""Saves that are written beside the training, one at a time. `wait` raises their exceptions."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class _Write:
         self._write = write
         self._hurry = hurry
         self._error: Exception | None = None
-        # No daemon: the interpreter waits for it before it ends.
+        # The thread is no daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(target=self._run, name="castor save")
         self._thread.start()
 
     def join(self) -> None:
-        """Returns when it is over, which is soon."""
+        """Makes the write hurry, and returns when it is over."""
         self._hurry()
         self._thread.join()
 
     def rethrow(self) -> None:
-        """Raises what stopped it."""
+        """Raises the exception that stopped the write, if there is one."""
         if isinstance(self._error, Error):
             raise self._error
         if self._error is not None:
@@ -58,20 +58,20 @@ def save_reading(
     *,
     later: bool,
 ) -> Path:
-    """A save of what a Reading holds.
+    """Takes a snapshot of boosted models and saves it, after the save before has finished.
 
     Args:
-        engines: Of what is saved.
-        share: Of several ranks, this one's of the work.
-        save: What is taken of the Reading, and written.
-        later: Whether a thread writes, while training goes on.
+        engines: Engines of the models that are saved.
+        share: This rank's share of the work; None: this process does all of it.
+        save: Function that takes tensors from the Reading and writes them.
+        later: Whether a thread writes while training goes on.
 
     Returns:
-        Where it is, or will be.
+        Path where the checkpoint is, or will be.
 
     Raises:
-        Exception: What the first half of the save raises, or at once also the second; nothing is
-            under way then.
+        Exception: The save before has failed, or the first half of this one, or, unless `later`,
+            its second half. No save is under way then.
     """
     global _under_way
     wait()
@@ -84,7 +84,7 @@ def save_reading(
             with heard():
                 rest(saving)
             if share is not None:
-                share.gather()  # it is there
+                share.gather()  # the checkpoint is in place for every rank
         finally:
             reading.end()
 
@@ -112,7 +112,7 @@ def wait() -> None:
     """Returns when no save is under way.
 
     Raises:
-        Exception: What stopped the last one, once.
+        Exception: The last save failed; only the first call after it raises.
     """
     global _under_way
     if (write := _under_way) is not None:
@@ -122,7 +122,7 @@ def wait() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: the thread is its parent's."""
+    """Forgets the save in a forked child, where the parent's thread does not exist."""
     global _under_way
     _under_way = None
 

@@ -1,4 +1,4 @@
-"""The changes of a conversion to a checkpoint: tied keys, and the type of its weights."""
+"""The changes that a conversion makes to a checkpoint: tied keys, and the dtype of weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from castor.runtime.rules import TENSORS, rule_like
 
 
 def with_ties(contents: Contents, pairs: Iterable[str]) -> Contents:
-    """More keys of the state_dict for a tensor.
+    """Returns the contents with more keys tied to weights.
 
     Args:
-        contents: May have the tensor under both keys.
-        pairs: "KEY=OTHER", where OTHER is the key of a weight.
+        contents: Checkpoint, which may have a tensor under both keys.
+        pairs: Ties as "KEY=OTHER", where OTHER is the key of a weight.
 
     Raises:
-        CheckpointError: There is no such weight, or they are two tensors.
+        CheckpointError: There is no weight OTHER, or KEY and OTHER are two different tensors.
     """
     weights, tied = dict(contents.weights), dict(contents.tied)
     for pair in pairs:
@@ -54,20 +54,29 @@ def _same(a: SavedTensor, b: SavedTensor) -> bool:
 
 
 def values(tensor: SavedTensor) -> torch.Tensor:
-    """The tensor, computed if it has to be."""
+    """Returns the tensor, computed if it has to be."""
     return tensor if isinstance(tensor, torch.Tensor) else tensor.compute()
 
 
 def in_dtype(contents: Contents, dtype: torch.dtype, source: Path) -> Contents:
-    """Weights in another type, all that are floating point, as module.to(dtype) does.
+    """Returns the contents with floating-point weights in another dtype, as module.to(dtype) does.
 
-    In 16 bits float32 weights stay as they are where most weights, by elements, are 16-bit: a model
-    of them keeps these in float32. Masters are float32 weights: they become these, or stay in the
-    states of 16-bit ones, where float32 weights that are rounded become masters. Rounding is that
-    of the update.
+    With a 16-bit dtype, float32 weights stay float32 if most weights, by elements, are 16-bit: such
+    a model keeps them in float32 on purpose. Masters are the exact values of weights:
+
+    - Weights that become float32 take their masters' values, and the masters are dropped.
+    - 16-bit weights keep their masters in the optimizer's states. Float32 weights that are rounded
+      become masters there.
+
+    Weights are rounded as optimizer updates round.
+
+    Args:
+        contents: Checkpoint to change.
+        dtype: New dtype of the weights.
+        source: Path of the checkpoint, for errors.
 
     Raises:
-        CheckpointError: Weights are of 8 bits, or a master has no weight.
+        CheckpointError: A weight has an 8-bit dtype, or a master has no weight.
     """
     weights, exact = dict(contents.weights), dict(contents.weights)
     for key, tensor in weights.items():
@@ -93,7 +102,7 @@ def in_dtype(contents: Contents, dtype: torch.dtype, source: Path) -> Contents:
 
 
 def _islands(weights: dict[str, SavedTensor]) -> set[str]:
-    """The float32 weights of a model that is mostly 16-bit."""
+    """Returns the keys of float32 weights in a mostly 16-bit model; empty for any other model."""
     floats = [tensor for tensor in weights.values() if tensor.dtype.is_floating_point]
     halves = sum(math.prod(tensor.shape) for tensor in floats if tensor.dtype.itemsize == 2)
     if 2 * halves <= sum(math.prod(tensor.shape) for tensor in floats):
@@ -102,7 +111,7 @@ def _islands(weights: dict[str, SavedTensor]) -> set[str]:
 
 
 def by_parameter(state: OptimizerState) -> dict[str, dict[str, SavedTensor]]:
-    """An optimizer's tensors by parameter and entry."""
+    """Returns an optimizer's tensors by parameter and entry."""
     found: dict[str, dict[str, SavedTensor]] = {}
     for key, tensor in state.tensors.items():
         name, _, entry = key.rpartition(".")
@@ -113,11 +122,18 @@ def by_parameter(state: OptimizerState) -> dict[str, dict[str, SavedTensor]]:
 def _with_masters(
     state: OptimizerState, contents: Contents, exact: dict[str, SavedTensor], dtype: torch.dtype
 ) -> OptimizerState:
-    """The states with masters where weights of `dtype` are less than those."""
+    """Returns the states with masters for the parameters whose weights are not float32.
+
+    Args:
+        state: State of an optimizer.
+        contents: Checkpoint with the converted weights.
+        exact: The most exact values of each weight: its master, or the weight before conversion.
+        dtype: Dtype for parameters that are no weights of the checkpoint.
+    """
     tensors: dict[str, SavedTensor] = {}
     groups = state.description["groups"]
     rule = rule_like([decode(group["options"]) for group in groups])
-    stateless = rule is not None and not rule.entries  # it has masters all the same
+    stateless = rule is not None and not rule.entries  # its parameters have masters all the same
     found = by_parameter(state)
     if stateless:
         found = {name: found.get(name, {}) for group in groups for name in group["params"]}
@@ -150,10 +166,10 @@ def _cast(tensor: SavedTensor, dtype: torch.dtype) -> SavedTensor:
 
 
 def check_states(contents: Contents, source: Path) -> None:
-    """States are of the model's parameters: positions may have got wrong names.
+    """Checks that states fit the model's parameters: names given for positions may be wrong.
 
     Raises:
-        CheckpointError: One is not.
+        CheckpointError: A state has no weight, or another shape than its weight.
     """
     if not contents.weights:
         return

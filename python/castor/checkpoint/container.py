@@ -1,7 +1,8 @@
 """The safetensors container: written from the tensors' own memory, checked, read through mmap.
 
-The library's save_file copies every tensor of a file before it writes; here the memory beside the
-tensors is one piece. Reading is the library's, after our own check of the structure.
+The library's save_file copies every tensor of a file before it writes. This module needs one piece
+(PIECE_BYTES) of memory beside the tensors. The library reads the files, after this module has
+checked their structure.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 
 @dataclass(frozen=True, kw_only=True)
 class ComputedTensor:
-    """A CPU tensor that is made when its turn to be written comes, and forgotten then."""
+    """A CPU tensor that is computed when its turn to be written comes, and dropped afterwards."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     compute: Callable[[], torch.Tensor]
     written: Callable[[], None] | None = None
-    """Called when its bytes have been read, and its values are needed no more."""
+    """Callback for when the tensor's bytes have been read and its values are no longer needed."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def element_size(self) -> int:
-        """Bytes of an element."""
+        """Returns the bytes of one element."""
         return self.dtype.itemsize
 
 
@@ -69,7 +70,11 @@ class StoredTensor:
 
 
 def check_savable(tensors: Mapping[str, Any]) -> None:
-    """Raises CheckpointError naming the first entry that safetensors cannot hold."""
+    """Checks that safetensors can hold every entry.
+
+    Raises:
+        CheckpointError: An entry cannot be saved; the message names the first one.
+    """
     for name, tensor in tensors.items():
         if isinstance(tensor, ComputedTensor):
             continue  # castor's own
@@ -88,7 +93,7 @@ def check_savable(tensors: Mapping[str, Any]) -> None:
 
 
 def bytes_of(tensors: Tensors) -> int:
-    """Bytes of all tensors."""
+    """Returns the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -101,15 +106,17 @@ def split(
     """Divides tensors over files, in their order, as Hugging Face does.
 
     Args:
-        tensors: By name.
-        stem: "model" gives model.safetensors, or model-00001-of-00002.safetensors and so on.
-        max_bytes: What a file may hold; a larger tensor gets a file of its own. None: one file.
-        memory_of: Gives (its number, its bytes) of memory that a tensor is a view of with others,
-            which all go to the file of the first and count as that many bytes. None: it has its
-            own.
+        tensors: Tensors by name.
+        stem: Beginning of the file names: "model" gives model.safetensors, or
+            model-00001-of-00002.safetensors and so on.
+        max_bytes: Bytes of tensors in one file; a larger tensor gets a file of its own. None: one
+            file.
+        memory_of: Returns (number, bytes) of the memory that a tensor shares with others. All views
+            of one memory go to the file of the first, and count once, as that many bytes. Returns
+            None where a tensor has memory of its own.
 
     Returns:
-        File name to its tensors; one file at least.
+        Tensors by file name; at least one file.
     """
     shards: list[dict[str, SavedTensor]] = []
     last: dict[str, SavedTensor] = {}
@@ -148,18 +155,19 @@ def write_files(
     *,
     durable: bool = True,
 ) -> dict[str, FileEntry]:
-    """Writes safetensors files of a directory, by name.
+    """Writes safetensors files into a directory.
 
-    The disk is waited for when all tensors have been read: who waits for one goes on before.
+    The files are synced after all tensors have been read. So whoever waits until a tensor has been
+    read does not wait for the sync.
 
     Args:
-        directory: Where.
+        directory: Directory to write into.
         files: Tensors by file name; see check_savable.
-        pace: Of a thread beside the training; None: the training waits.
-        durable: Whether to wait until it has.
+        pace: Pace of a thread that writes beside the training; None: the training waits.
+        durable: Whether to sync the files before returning.
 
     Returns:
-        Size and checksums of each.
+        Size and checksums of each file, by name.
 
     Raises:
         OSError: The disk refuses.
@@ -182,7 +190,7 @@ def write_files(
 
 
 def _fill(file: NewFile, tensors: Tensors, behind: WriteBehind, pace: Pace | None) -> FileEntry:
-    """Reads what a file will hold."""
+    """Reads the tensors of one file and gives their bytes to `behind`, with checksums."""
     ordered = _ordered(tensors)
     checksums: dict[str, str] = {}
 
@@ -203,12 +211,15 @@ def _fill(file: NewFile, tensors: Tensors, behind: WriteBehind, pace: Pace | Non
 
 
 def in_library_order(tensors: Tensors) -> dict[str, SavedTensor]:
-    """The tensors of a file as the safetensors library orders them: by type, then by name."""
+    """Orders the tensors of a file as the safetensors library does: by dtype, then by name."""
     return dict(sorted(tensors.items(), key=lambda item: (_PLACE[item[1].dtype], item[0])))
 
 
 def layout_of(tensors: Tensors) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """(header, bytes [start, end) of each tensor in their order) of the file that these make."""
+    """Returns the header of the file that holds these tensors, and each tensor's place in it.
+
+    A place is (start, end) in bytes from the beginning of the file; places are in file order.
+    """
     ordered = _ordered(tensors)
     header = _header(ordered)
     places, end = {}, len(header)
@@ -219,7 +230,7 @@ def layout_of(tensors: Tensors) -> tuple[bytes, dict[str, tuple[int, int]]]:
 
 
 def _ordered(tensors: Tensors) -> list[tuple[str, SavedTensor]]:
-    """Wide types first: then every tensor is aligned to its own type."""
+    """Orders tensors by element size, widest first, so that each is aligned to its dtype."""
     return sorted(tensors.items(), key=lambda item: -item[1].element_size())
 
 
@@ -242,8 +253,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Reads the header of a safetensors file, and checks that its structure is sound.
 
     Raises:
-        CheckpointError: The file is missing, cut short, or its header contradicts its length;
-            the message names file and tensor.
+        CheckpointError: The file is missing or cut short, or its header contradicts its length.
+            The message names the file, and the tensor where there is one.
     """
     try:
         size = path.stat().st_size
@@ -290,7 +301,11 @@ def _stored(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
 
 
 def _check_extent(path: Path, stored: dict[str, StoredTensor], base: int, size: int) -> None:
-    """Tensors follow each other without gaps and end where the file does."""
+    """Checks that tensors follow each other without gaps and end where the file does.
+
+    Raises:
+        CheckpointError: There is a gap or an overlap, or the file has another size.
+    """
     end = base
     for name, tensor in sorted(stored.items(), key=lambda item: (item[1].start, item[1].end)):
         if tensor.start != end:
@@ -310,7 +325,7 @@ def read_headers(paths: list[Path]) -> dict[str, StoredTensor]:
     """Reads the headers of several files as one.
 
     Raises:
-        CheckpointError: See read_header; or a tensor is in two files.
+        CheckpointError: A header is not sound (see read_header), or a tensor is in two files.
     """
     stored: dict[str, StoredTensor] = {}
     for path in paths:

@@ -1,4 +1,7 @@
-"""The contents of a checkpoint in any layout, which a conversion reads and writes."""
+"""The contents of a checkpoint, and how a conversion reads and writes them.
+
+This module has castor's and Hugging Face's layouts.
+"""
 
 from __future__ import annotations
 
@@ -47,17 +50,17 @@ _OF_TRAINERS = {"trainer_state.json", ".metadata", ".gitattributes"}
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """A checkpoint. Tensors are in files, and read when they are written elsewhere."""
+    """The contents of a checkpoint, whose tensors stay in its files until they are written."""
 
     weights: dict[str, SavedTensor] = field(default_factory=dict)
-    """Each tensor of the model once, by state_dict key."""
+    """Tensors of the model by state_dict key; each tensor appears once."""
     tied: dict[str, str] = field(default_factory=dict)
-    """Other keys of these tensors, and the key in `weights`."""
+    """Other state_dict keys of the same tensors, each with its key in `weights`."""
     optimizers: list[OptimizerState] = field(default_factory=list)
     hub: dict[str, Any] | None = None
-    """The layout of save_pretrained: see castor.checkpoint.manifest.read_hub."""
+    """Layout of save_pretrained: see castor.checkpoint.manifest.read_hub."""
     trainer: dict[str, Any] | None = None
-    """The document of a run's trainer.json."""
+    """Document of a run's trainer.json."""
     files: list[Path] = field(default_factory=list)
     """Files beside the weights: configs, a tokenizer."""
     left_out: list[str] = field(default_factory=list)
@@ -65,16 +68,16 @@ class Contents:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of all tensors."""
         return bytes_of(self.weights) + sum(bytes_of(state.tensors) for state in self.optimizers)
 
     @property
     def about(self) -> dict[str, Any]:
-        """Returns the manifest's facts of the model: see castor.checkpoint.model.about_model."""
+        """Facts about the model for the manifest: see castor.checkpoint.model.about_model."""
         return {"tied": self.tied, "hub": self.hub}
 
     def weight(self, name: str) -> str | None:
-        """The key in `weights` of a parameter, by any of its names."""
+        """Returns a parameter's key in `weights`, given any of its names; None: it has none."""
         key = self.tied.get(name, name)
         return key if key in self.weights else None
 
@@ -83,10 +86,10 @@ class Contents:
 
 
 def mapped(stored: Mapping[str, StoredTensor]) -> dict[str, SavedTensor]:
-    """The tensors where they lie in their files: memory that the kernel reads, and takes back.
+    """Maps the tensors' files into memory, which the kernel fills on access and may reclaim.
 
-    They cannot be written. Files must have been checked (read_headers): what is cut off later is
-    a bus error.
+    The tensors cannot be written. The files must have been checked by read_headers. If a file is
+    cut short after that, reading the lost bytes is a bus error.
     """
     maps: dict[Path, mmap.mmap] = {}
     for path in {tensor.path for tensor in stored.values() if tensor.end > tensor.start}:
@@ -107,7 +110,7 @@ def mapped(stored: Mapping[str, StoredTensor]) -> dict[str, SavedTensor]:
 
 def _flat(memory: mmap.mmap, tensor: StoredTensor) -> torch.Tensor:
     with warnings.catch_warnings():
-        # It says that the memory cannot be written, which nobody does.
+        # The warning says that the memory cannot be written, and nobody writes it.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         return torch.frombuffer(
             memory, dtype=torch.uint8, count=tensor.end - tensor.start, offset=tensor.start
@@ -115,19 +118,19 @@ def _flat(memory: mmap.mmap, tensor: StoredTensor) -> torch.Tensor:
 
 
 def _copied(memory: mmap.mmap, tensor: StoredTensor) -> torch.Tensor:
-    """Copies a tensor that is not aligned to its type."""
+    """Returns a copy of a tensor whose bytes are not aligned to its dtype."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     memory_of(copy)[:] = memoryview(memory)[tensor.start : tensor.end]
     return copy
 
 
 def in_files(tensors: Mapping[str, SavedTensor], scratch: Path) -> dict[str, torch.Tensor]:
-    """The tensors in memory that is a file's, for writers that want all of them at once.
+    """Returns the tensors in mapped files, for writers that take all of them at once.
 
     Args:
-        tensors: By name.
-        scratch: A file for those that have to be computed, one at a time. It has no name any more
-            on return, and is gone with the tensors.
+        tensors: Tensors by name.
+        scratch: Path of a file for the computed tensors, which are made one at a time. The file
+            is unlinked before the function returns, and its space is free when the tensors go.
 
     Raises:
         OSError: The disk refuses.
@@ -150,7 +153,7 @@ def _plain(tensor: SavedTensor) -> torch.Tensor:
 
 
 def read_hf(path: Path) -> Contents:
-    """A model's directory, castor's or any other, or a safetensors file."""
+    """Reads a model's directory, written by castor or others, or one safetensors file."""
     if path.is_file():
         return Contents(weights=mapped(read_header(path)))
     sealed = (path / PART_MANIFEST).exists()
@@ -165,13 +168,17 @@ def read_hf(path: Path) -> Contents:
 
 
 def read_castor_optimizer(path: Path) -> Contents:
-    """Reads what booster.save_optimizer wrote."""
+    """Reads an optimizer's directory, as booster.save_optimizer writes it."""
     verify(path, PART_MANIFEST)
     return Contents(optimizers=[_read_optimizer(path)])
 
 
 def read_run(path: Path) -> Contents:
-    """Reads what booster.save wrote; `path` as in booster.load."""
+    """Reads a run's checkpoint, as booster.save writes it; takes the same `path` as booster.load.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or its model is a PEFT adapter.
+    """
     directory = find(path)
     verify(directory, RUN_MANIFEST)
     model = directory / "model"
@@ -191,7 +198,7 @@ def read_run(path: Path) -> Contents:
 
 
 def files_of_model(directory: Path) -> bool:
-    """Whether a directory has a model's weights as safetensors."""
+    """Whether a directory has a full model's weights as safetensors files."""
     return any(directory.glob("model*.safetensors"))
 
 
@@ -207,7 +214,7 @@ def _read_optimizer(directory: Path) -> OptimizerState:
 
 
 def files_beside(directory: Path) -> list[Path]:
-    """The files of a model's directory that are no weights."""
+    """Returns the files of a model's directory that are neither weights nor castor's own."""
     return [
         path
         for path in sorted(directory.iterdir())
@@ -219,12 +226,15 @@ def files_beside(directory: Path) -> list[Path]:
 
 
 def listed(directory: Path, name: str) -> bool:
-    """Whether castor's manifest of a directory, which has been verified, lists a file."""
+    """Whether a verified directory has a castor manifest that lists the file `name`."""
     return (directory / PART_MANIFEST).exists() and name in read_manifest(directory, PART_MANIFEST)
 
 
 def copy_files(files: Iterable[Path], directory: Path, dtype: torch.dtype | None) -> None:
-    """Copies what lies beside weights; a config says the type that these have from now on."""
+    """Copies files that lie beside the weights into `directory`.
+
+    With a `dtype`, the copied config.json names it as the weights' dtype.
+    """
     for path in files:
         target = directory / path.name
         shutil.copyfile(path, target)
@@ -244,14 +254,14 @@ def write_hf(
     dtype: torch.dtype | None,
     names: HubNames | None,
 ) -> None:
-    """Writes what booster.save_model writes of the model.
+    """Writes a model's directory as booster.save_model does.
 
     Args:
-        contents: With weights under the names of the files.
-        staging: Where.
-        max_bytes: Of tensors in a file; None: one file.
-        dtype: Of the weights, for the config; None: it stays as it is.
-        names: What they were named by; None: it is no model of transformers.
+        contents: Checkpoint whose weights have their names in files.
+        staging: Directory to write into.
+        max_bytes: Bytes of tensors in one file; None: one file.
+        dtype: The weights' dtype, for the config; None: the config stays as it is.
+        names: Layout that gave the weights their names; None: the model is not transformers'.
     """
     copy_files(contents.files, staging, dtype)
     files = model_files(contents.weights, max_bytes, names)
@@ -261,7 +271,10 @@ def write_hf(
 def write_castor(
     contents: Contents, staging: Path, max_bytes: int | None, dtype: torch.dtype | None
 ) -> None:
-    """Writes what booster.save writes of a run, or booster.save_optimizer of an optimizer."""
+    """Writes a run as booster.save does, or one optimizer as booster.save_optimizer does.
+
+    The contents are a run where they have a trainer.
+    """
     states = contents.optimizers
     if contents.trainer is None:
         (state,) = states
@@ -277,7 +290,7 @@ def write_castor(
 
 
 def room_for(contents: Contents) -> int:
-    """Bytes that a target takes at most, in any layout."""
+    """Returns an upper bound of the bytes that a target takes, in any layout."""
     sizes = sum(path.stat().st_size for path in contents.files)
     count = len(contents.weights) + sum(len(state.tensors) for state in contents.optimizers)
     return contents.bytes + sizes + 2 * OVERHEAD_BYTES + 4096 * count

@@ -1,4 +1,4 @@
-"""Checkpoints from one layout to another: a reader, tensors one by one, a writer."""
+"""Conversion of checkpoints from one layout to another, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class Conversion:
     """Kind of the source, in words."""
     num_weights: int
     num_states: int
-    """Parameters with optimizer states."""
+    """Number of parameters with optimizer states."""
     bytes: int
     """Bytes of all tensors."""
     left_out: list[str]
-    """Names that the source has and the target has not."""
+    """Names that the source has and the target lacks."""
 
     def describe(self, source: Path, target: Path, to: str) -> str:
-        """A sentence for the terminal."""
+        """Returns a line for the terminal."""
         held = [f"{self.num_weights} weights"] if self.num_weights else []
         held += [f"states of {self.num_states} parameters"] if self.num_states else []
         text = f"{source} ({self.kind}) -> {target} ({to}): {', '.join(held)}, {self.bytes} bytes"
@@ -96,28 +96,29 @@ def convert(
 ) -> Conversion:
     """Writes the checkpoint at `source` to `target`, in another layout.
 
-    The target appears as a whole, or not at all; memory beside the kernel's cache of files is that
-    of a few tensors.
+    The target appears as a whole, or not at all. Beside the kernel's page cache, the conversion
+    takes memory for a few tensors.
 
     Args:
-        source: What it is is seen from what it holds.
-        target: A directory.
-        to: Its layout.
-        dtype: Of the weights. "fp32" takes masters where there are any, which are the weights
-            then; 16 bits round float32 weights as a boosted model does, and keep them as masters
-            in the states. None: as they are.
-        max_bytes: Of tensors in a file of layouts of safetensors; None: one file.
-        tie: "KEY=OTHER": a key of the state_dict that is the same tensor as another one.
-        names: Of the optimizer's parameters in its order, where the source has none.
-        weights_only: Leave out optimizers and what else a run has.
-        force: Replace a checkpoint that is there.
+        source: Path of the checkpoint, whose kind is found from its contents.
+        target: Directory to write.
+        to: Layout of the target.
+        dtype: Dtype of the weights. "fp32" replaces weights by their masters, where there are any.
+            A 16-bit type rounds float32 weights as a boosted model does, and keeps the exact values
+            as masters in the states. None: the weights stay as they are.
+        max_bytes: Bytes of tensors in one safetensors file; None: one file.
+        tie: Ties as "KEY=OTHER": KEY is another state_dict key of the weight OTHER.
+        names: Names of the optimizer's parameters in its order, where the source has none.
+        weights_only: Whether to leave out optimizers and everything else of a run.
+        force: Whether to replace a checkpoint that is there.
         build: Builds transformers' model of a config.json, where names differ between files and
             model.
 
     Raises:
-        CheckpointError: The source is damaged or nothing that this reads, or does not have what
-            the target needs; or the target exists.
-        IoError: The disk refuses. In both cases `target` is what it was.
+        CheckpointError: The source is damaged, of no known kind, or lacks something that the target
+            needs; or the target exists. `target` is what it was.
+        IoError: The disk refuses. `target` is what it was.
+        ValueError: `max_bytes` is given for a layout that is not divided by size.
     """
     source, target = source.resolve(), target.resolve()
     kind = kind_of(source)
@@ -161,7 +162,11 @@ def convert(
 
 
 def checked_layout(name: str) -> Layout:
-    """Raises ValueError for what is no layout."""
+    """Returns the layout of that name.
+
+    Raises:
+        ValueError: There is no such layout.
+    """
     for layout in get_args(Layout):
         if name == layout:
             return cast(Layout, layout)
@@ -169,21 +174,25 @@ def checked_layout(name: str) -> Layout:
 
 
 def checked_precision(name: str) -> Precision:
-    """Raises ValueError for what is no type of weights."""
+    """Returns the precision of that name.
+
+    Raises:
+        ValueError: There is no such precision.
+    """
     for precision in WORKING_DTYPES:
         if name == precision:
             return precision
     raise ValueError(f"--dtype {name}: give one of {', '.join(WORKING_DTYPES)}")
 
 
-# --- what there is ------------------------------------------------------------------------------
+# --- the source ---------------------------------------------------------------------------------
 
 
 def kind_of(path: Path) -> Kind:
     """Returns the kind of checkpoint at a path, by its contents.
 
     Raises:
-        CheckpointError: Nothing that castor converts.
+        CheckpointError: There is no checkpoint that castor converts.
     """
     with os_errors(path, "read"):
         kind = _kind_of_file(path) if path.is_file() else _kind_of_directory(path)
@@ -264,7 +273,7 @@ def _read(kind: Kind, source: Path, names: Sequence[str] | None) -> Contents:
     return contents
 
 
-# --- what becomes of it -------------------------------------------------------------------------
+# --- the target ---------------------------------------------------------------------------------
 
 
 def _without_states(contents: Contents) -> Contents:
@@ -277,7 +286,11 @@ def _without_states(contents: Contents) -> Contents:
 
 
 def _fitting(contents: Contents, to: Layout, source: Path) -> Contents:
-    """The contents that a layout holds."""
+    """Returns the contents without the parts that a layout does not hold, and with those it needs.
+
+    Raises:
+        CheckpointError: The contents lack something that the layout needs.
+    """
     if to == "hf":
         if not contents.weights:
             raise CheckpointError(f"{source} has no weights, which are all that --to hf holds")
@@ -300,7 +313,7 @@ def _fitting(contents: Contents, to: Layout, source: Path) -> Contents:
 
 
 def _in_files(contents: Contents, build: BuildModel | None) -> tuple[Contents, HubNames | None]:
-    """(contents with weights under the names of save_pretrained's files, how those are found)."""
+    """Renames weights as in save_pretrained's files; returns the contents and the names' layout."""
     names = hub_names_in(contents, build)
     contents = in_order(contents, names)
     if names is None:
@@ -312,7 +325,7 @@ def _in_files(contents: Contents, build: BuildModel | None) -> tuple[Contents, H
 
 
 def _trainer(contents: Contents) -> dict[str, Any]:
-    """Makes the trainer's state of a run that has none: only optimizer steps are known."""
+    """Makes the trainer document of a run without one, from the optimizers' step counts alone."""
     counts = [0.0]
     for state in contents.optimizers:
         counts += [

@@ -1,4 +1,7 @@
-"""Names of weights in conversions: the model's own inside, those of save_pretrained in `hf`."""
+"""Names of weights in conversions: the model's own, except in the `hf` layout.
+
+Weights in the `hf` layout have the names that save_pretrained gives them.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +31,23 @@ from castor.lazy import value_of
 from castor.runtime.weight_conversions import FileLayout, file_layout
 
 BuildModel = Callable[[Path], nn.Module | None]
-"""Builds the model of a config.json on the meta device; None: transformers knows no such model."""
+"""Function that builds the model of a config.json on the meta device; it returns None where
+transformers knows no such model."""
 
 
 def hub_names_in(contents: Contents, build: BuildModel | None) -> HubNames | None:
     """Returns the layout in which save_pretrained would write a checkpoint's model.
 
     Args:
-        contents: With weights under the model's names.
-        build: See BuildModel; None: names stay as they are, where the checkpoint does not tell.
+        contents: Checkpoint whose weights have the model's names.
+        build: See BuildModel; None: where the checkpoint does not tell the names, they stay as
+            they are.
 
     Returns:
-        None where it is no model of transformers.
+        The layout, or None where the model is not transformers'.
 
     Raises:
-        CheckpointError: Its names in files differ from those here, and cannot be found.
+        CheckpointError: The names in files differ from the model's, and cannot be found.
     """
     record = contents.hub
     if record is not None and record["transforms"] is None:
@@ -60,7 +65,7 @@ def hub_names_in(contents: Contents, build: BuildModel | None) -> HubNames | Non
 
 
 def layout_of_record(record: dict[str, Any]) -> FileLayout:
-    """The layout that a manifest tells: see read_hub."""
+    """Returns the layout that a manifest records: see read_hub."""
     return FileLayout(
         transforms=transforms_from(record["transforms"]),
         num_parameters=record["num_parameters"],
@@ -88,7 +93,7 @@ def _model(contents: Contents, build: BuildModel | None) -> nn.Module | None:
 
 
 def in_order(contents: Contents, names: HubNames | None) -> Contents:
-    """The contents with weights in the order of the model's state dict, as far as it is known."""
+    """Orders the weights as the model's state dict does, as far as its order is known."""
     order: list[str] = [] if contents.hub is None else contents.hub["order"]
     if not order and names is not None and names.model is not None:
         order = [*names.model.state_dict()]
@@ -100,14 +105,14 @@ def in_order(contents: Contents, names: HubNames | None) -> Contents:
 def in_names_of_model(
     contents: Contents, source: Path, build: BuildModel | None, *, needed: bool
 ) -> tuple[Contents, bool]:
-    """The contents of a Hugging Face model with its weights under the model's own names.
+    """Renames the weights of a Hugging Face model to the model's own names.
 
-    Where these differ from those in files, from_pretrained reads them into a lazy model, tensor by
-    tensor.
+    Where these differ from the names in files, from_pretrained reads the weights into a lazy model,
+    tensor by tensor.
 
     Args:
-        contents: Of `source`.
-        source: A directory.
+        contents: Contents of `source`.
+        source: Directory of the model.
         build: See BuildModel.
         needed: Whether the names must be the model's.
 
@@ -115,7 +120,7 @@ def in_names_of_model(
         The contents, and whether their names are known to be the model's.
 
     Raises:
-        CheckpointError: They are needed, and cannot be found, or from_pretrained fails.
+        CheckpointError: The names are needed and cannot be found, or from_pretrained fails.
     """
     record = contents.hub
     if record is not None and (record["names"] == "model" or record["transforms"] is None):

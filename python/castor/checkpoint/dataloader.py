@@ -1,4 +1,4 @@
-"""Data loaders that know how far they are, and go on there."""
+"""Data loaders that save their position and resume from it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ _FORMAT = "castor-dataloader-1"
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Mixed into the class of a DataLoader handed to booster.boost, which stays the same object.
+    """A mixin that makes a DataLoader given to booster.boost resumable; the object stays the same.
 
-    At `iter()` it notes the random states that the epoch begins with, then counts the batches that
-    it hands out; workers that run ahead do not count. After `load_state_dict` the first `iter()`
-    begins that epoch again with those states, passes over the batches that were handed out, and
-    leaves the random states as load_state_dict found them. If the epoch's last batch had been
-    handed out, that first iteration is empty, as the interrupted one would have been.
+    At `iter()` the loader notes the random states that the epoch begins with. Then it counts the
+    batches that it hands out; batches that workers fetch ahead do not count.
 
-    Batches are passed over by their indices alone where no worker and no iterable dataset is
-    involved, otherwise by fetching them again. An iterable dataset that draws from the global
-    generators while it is read must bring its own state (torchdata's StatefulDataLoader).
+    After `load_state_dict` the first `iter()` begins the saved epoch again with its random states.
+    It skips the batches that were handed out, and leaves the random states as load_state_dict found
+    them. If the epoch's last batch had been handed out, that first iteration is empty, as the
+    interrupted one would have been.
 
-    With a RankSampler another number of ranks, or another batch size, goes on behind the samples
-    that all ranks had taken, with random states of its own.
+    Batches are skipped by their indices alone where no worker and no iterable dataset is involved,
+    otherwise by fetching them again. An iterable dataset that draws from the global generators
+    while it is read must bring its own state (torchdata's StatefulDataLoader).
+
+    With a RankSampler, a loader with another number of ranks or another batch size goes on behind
+    the samples that all ranks had taken. It does not restore the saved random states then.
     """
 
     _castor_position: _Position | None
     _castor_resume: tuple[dict[str, Any], rng.Snapshot] | None
 
     def __iter__(self) -> Any:
-        """An iterator over the batches, after a resume over the rest of them."""
+        """Returns an iterator over the epoch's batches; after a resume, over the rest of them."""
         resume, self._castor_resume = self._castor_resume, None
         if resume is not None:
             state, now = resume
@@ -59,7 +61,7 @@ class ResumableLoader(DataLoader[Any]):
         return _Batches(super().__iter__(), self._castor_position)
 
     def _go_behind(self, state: dict[str, Any]) -> Any:
-        """Returns the rest of the epoch, in batches of another size than before."""
+        """Returns the rest of the epoch, for another number of ranks or another batch size."""
         sampler = _sampler_of(self)
         sampler.set_epoch(state["begun"]["sampler_epoch"])
         sampler.begin = state["order"]["taken"]
@@ -84,7 +86,7 @@ class ResumableLoader(DataLoader[Any]):
         return _Batches(batches, self._castor_position)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the latest iteration; between epochs only generators' states."""
+        """Returns the position in the latest iteration; between epochs, only generators' states."""
         if self._castor_resume is not None:
             return self._castor_resume[0]
         position = self._castor_position
@@ -101,7 +103,7 @@ class ResumableLoader(DataLoader[Any]):
         }
 
     def _order(self, handed_out: int) -> dict[str, Any] | None:
-        """Returns the position of all ranks together; None where the sampler has none."""
+        """Returns the position of all ranks in the epoch's order; None: there is no RankSampler."""
         sampler = _rank_sampler(self)
         if sampler is None:
             return None
@@ -113,14 +115,18 @@ class ResumableLoader(DataLoader[Any]):
         }
 
     def _cut_alike(self, state: dict[str, Any]) -> bool:
-        """Whether the epoch that `state` is of had this loader's batches."""
+        """Whether the saved epoch was divided into batches as this loader divides it."""
         sampler, order = _rank_sampler(self), state.get("order")
         if sampler is None or order is None:
             return True
         return (order["ranks"], state["batch_size"]) == (sampler.num_replicas, self.batch_size)
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError if `state` is that of another loader."""
+        """Checks that `state` fits this loader.
+
+        Raises:
+            CheckpointError: The state is that of another loader.
+        """
         if state.get("format") != _FORMAT:
             raise CheckpointError("the saved dataloader position is not that of a torch DataLoader")
         sampler, saved = _rank_sampler(self), state | (state.get("order") or {})
@@ -143,7 +149,7 @@ class ResumableLoader(DataLoader[Any]):
         """Makes the next `iter()` go on where `state` was taken.
 
         Raises:
-            CheckpointError: It is of another loader.
+            CheckpointError: The state is that of another loader.
         """
         self.check_state_dict(state)
         if self._cut_alike(state):
@@ -157,12 +163,15 @@ class _Position:
     """The progress of the latest iteration. The loader holds it, not the iterator's workers."""
 
     begun: dict[str, Any] | None
+    """Random states and sampler epoch at the beginning; None: no iteration is under way."""
     handed_out: int = 0
+    """Number of batches handed out."""
     finished: bool = False
+    """Whether the iteration has ended."""
 
 
 class _Batches:
-    """The iterator handed to the loop: counts."""
+    """An iterator for the training loop that counts the batches it hands out."""
 
     def __init__(self, batches: Any, position: _Position) -> None:
         self._batches = batches
@@ -202,16 +211,17 @@ def _resumable_class(base: Any) -> Any:
 
 
 def check_read_alike(shared: BoostedModel, loader: Any) -> None:
-    """Ranks that take parts of one dataset cut the same order of its samples. Collective.
+    """Checks that ranks which share a dataset sample it in the same order. Collective.
 
-    Where a rank has no torch loader with a DistributedSampler, what it reads is its own.
+    Nothing is compared where a rank has no torch loader with a DistributedSampler: its data are its
+    own.
 
     Args:
-        shared: The model that they train.
-        loader: This rank's, None included.
+        shared: The model that the ranks train.
+        loader: Data loader of this rank, or None.
 
     Raises:
-        UsageError: Two ranks differ; every rank raises it.
+        UsageError: The samplers of two ranks differ; every rank raises it.
     """
     if shared.ranks is None:
         return
@@ -233,7 +243,7 @@ def _pass_over(loader: ResumableLoader, batches: Any, count: int) -> None:
     for _ in range(count):
         try:
             if by_index:
-                batches._next_index()  # what its __next__ draws before it reads the dataset
+                batches._next_index()  # its __next__ draws this before it reads the dataset
                 batches._num_yielded += 1
             else:
                 next(batches)
@@ -254,13 +264,13 @@ def _rank_sampler(loader: ResumableLoader) -> RankSampler | None:
 
 
 def _sampler_epoch(loader: ResumableLoader) -> int | None:
-    """The epoch of a DistributedSampler and its like."""
+    """Returns the epoch of a DistributedSampler or a sampler like it; None: it has none."""
     sampler = _sampler_of(loader)
     return getattr(sampler, "epoch", None) if hasattr(sampler, "set_epoch") else None
 
 
 def _generators(loader: ResumableLoader) -> list[torch.Generator]:
-    """The loader's own generators, each once."""
+    """Returns the generators of the loader and its samplers, each once."""
     owners = (loader, loader.sampler, loader.batch_sampler, _sampler_of(loader))
     found = (getattr(owner, "generator", None) for owner in owners)
     return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())

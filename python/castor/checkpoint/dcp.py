@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint, by its own writer and reader."""
+"""Directories of torch.distributed.checkpoint (DCP), written and read by torch's own classes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _CLASSES = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what DCP writes into its metadata, and calls nothing else."""
+    """An unpickler of DCP's metadata that loads only the classes in _CLASSES and torch's dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = name in _CLASSES.get(module, ())
@@ -66,20 +66,20 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads what is no tensor without running code of its author."""
+    """A planner that reads non-tensor entries without running code from the checkpoint."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 class _Reader:
-    """A DCP directory, whose entries are read by their flat keys."""
+    """A reader of a DCP directory, by the flat keys of its entries."""
 
     def __init__(self, directory: Path) -> None:
         """Reads and checks the metadata.
 
         Raises:
-            CheckpointError: It is damaged, or a file of it is missing or cut short.
+            CheckpointError: The metadata are damaged, or a file is missing or cut short.
         """
         self._directory = directory
         path = directory / METADATA
@@ -88,7 +88,7 @@ class _Reader:
                 metadata = _MetadataUnpickler(file).load()
             if not isinstance(metadata, Metadata):
                 raise TypeError(f"it holds a {type(metadata).__name__}")
-        # Whatever a damaged pickle comes to.
+        # A damaged pickle may raise any exception.
         except Exception as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         self._metadata = metadata
@@ -98,13 +98,17 @@ class _Reader:
 
     @property
     def paths(self) -> dict[str, tuple[str | int, ...]]:
-        """Flat keys, and where the entries are in the state dict that was saved."""
+        """Path of each entry in the saved state dict, by flat key."""
         known = self._metadata.planner_data
         known = known if isinstance(known, dict) else {}
         return {key: known.get(key, (key,)) for key in self._metadata.state_dict_metadata}
 
     def _check(self) -> None:
-        """All boxes of all tensors are there, in files that are long enough."""
+        """Checks that all entries and boxes of tensors are there, in files that are long enough.
+
+        Raises:
+            CheckpointError: A file or a box is missing, cut short, or outside the directory.
+        """
         places = self._metadata.storage_data
         sizes: dict[str, int] = {}
         for index, place in places.items():
@@ -133,7 +137,7 @@ class _Reader:
                 raise CheckpointError(f"{self._directory} lacks a part of '{key}'; it is damaged")
 
     def entry(self, key: str) -> Any:
-        """A tensor that is read when it is written, or any other value."""
+        """Returns an entry: a tensor that is read when it is written, or any other value."""
         described = self._metadata.state_dict_metadata[key]
         if not isinstance(described, TensorStorageMetadata):
             return self._read(key, None)
@@ -142,7 +146,7 @@ class _Reader:
         return ComputedTensor(dtype=dtype, shape=shape, compute=compute)
 
     def value(self, key: str) -> Any:
-        """An entry, read now."""
+        """Returns an entry, read now."""
         entry = self.entry(key)
         return entry.compute() if isinstance(entry, ComputedTensor) else entry
 
@@ -158,7 +162,7 @@ class _Reader:
             planner.set_up_planner(wanted, self._metadata, True)
             plan: LoadPlan = self._storage.prepare_local_plan(planner.create_local_plan())
             self._storage.read_data(plan, planner).wait()
-        except Exception as error:  # torch's reader raises what its parts come to
+        except Exception as error:  # torch's reader may raise any exception
             raise CheckpointError(
                 f"cannot read '{key}' of {self._directory}: {type(error).__name__}: {error}"
             ) from error
@@ -166,10 +170,16 @@ class _Reader:
 
 
 def read_dcp(directory: Path, names: Sequence[str] | None) -> Contents:
-    """Reads what dcp.save wrote of {"model": ..., "optimizer": ...}, or of a part of it.
+    """Reads what dcp.save wrote of {"model": ..., "optimizer": ...}, or of one of the two.
+
+    A model's flat state dict may stand in place of {"model": ...}.
+
+    Args:
+        directory: The DCP directory.
+        names: Names of the optimizer's parameters in its order, where the state has positions.
 
     Raises:
-        CheckpointError: It is damaged, or holds something else.
+        CheckpointError: The checkpoint is damaged, or holds something else.
     """
     sealed = (directory / PART_MANIFEST).exists()
     if sealed:
@@ -227,7 +237,7 @@ def _weight(entry: Any, name: str, directory: Path) -> SavedTensor:
 
 
 def write_dcp(contents: Contents, staging: Path, dtype: torch.dtype | None) -> None:
-    """Writes {"model": ..., "optimizer": ...}, as dcp.save does of what get_state_dict returns.
+    """Writes {"model": ..., "optimizer": ...} as dcp.save writes the result of get_state_dict.
 
     Raises:
         OSError: The disk refuses.
@@ -238,7 +248,7 @@ def write_dcp(contents: Contents, staging: Path, dtype: torch.dtype | None) -> N
         state[_MODEL] = model_state(contents)
     if contents.optimizers:
         state[_OPTIMIZER] = by_name(contents.optimizers)
-    writer = FileSystemWriter(staging, sync_files=False)  # they are synced when sealed
+    writer = FileSystemWriter(staging, sync_files=False)  # seal_torch syncs the files
     with errors_of_torch(staging), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         save(state, storage_writer=writer, no_dist=True)

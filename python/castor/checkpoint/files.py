@@ -18,13 +18,13 @@ from castor.checkpoint.writer import Writer
 from castor.errors import IoError
 
 PIECE_BYTES = 4 * 2**20
-"""Bytes that are read, hashed or written at once; no buffer of a save is larger."""
+"""Number of bytes that are read, hashed or written at once; no buffer of a save is larger."""
 
 Piece = tuple[bytes | memoryview, Sequence[_C.Checksum]]
-"""Bytes that are written, and the checksums they count in beside their file's."""
+"""(bytes to write, checksums that they update besides the checksum of the file)."""
 
 OVERHEAD_BYTES = 2**20
-"""Asked of the disk beyond the tensors: headers, JSON, directories."""
+"""Bytes reserved on the disk beyond the tensors, for headers, JSON and directories."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,13 @@ def os_errors(path: Path, doing: str, needed: int | None = None) -> Iterator[Non
     """Turns the OSErrors of a block into IoErrors.
 
     Args:
-        path: What the block works on.
-        doing: The verb for the message: "write", "read".
-        needed: Bytes that a write comes to, for the message.
+        path: File or directory that the block works on.
+        doing: Verb for the message: "write" or "read".
+        needed: Number of bytes that the block writes, for the message; None: not a write.
 
     Raises:
-        IoError: With errno, path, and for writes the bytes needed and free.
+        IoError: The block raised an OSError. The error has its errno and the path. With `needed`,
+            the message has the bytes needed and free.
     """
     try:
         yield
@@ -79,17 +80,20 @@ def _free_or_unknown(path: Path) -> str:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes that this user may still write on the file system of `directory`."""
+    """Returns the bytes that this user may still write on the file system of `directory`."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
 def check_room(path: Path, needed: int) -> None:
-    """Raises IoError (ENOSPC) if the file system of `path`'s parent has less than `needed` bytes.
+    """Checks that the file system of `path`'s parent has room.
 
     Args:
-        path: What will be written; its parent must exist.
-        needed: Bytes.
+        path: File or directory that will be written; its parent must exist.
+        needed: Number of bytes that it takes.
+
+    Raises:
+        IoError: Fewer than `needed` bytes are free (ENOSPC).
     """
     with os_errors(path, "write", needed):
         if free_bytes(path.parent) < needed:
@@ -106,18 +110,18 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_behind(*, ahead: bool = False) -> WriteBehind:
-    """Makes a writer with buffers of PIECE_BYTES."""
+    """Makes a WriteBehind with buffers of PIECE_BYTES."""
     return WriteBehind(PIECE_BYTES, ahead=ahead)
 
 
 class NewFile:
-    """A file under a temporary name, until it is whole."""
+    """A file that has a temporary name until it is complete."""
 
     def __init__(self, path: Path) -> None:
-        """An empty one. Who makes it ends with `finish`, or with `discard`.
+        """Makes an empty file, which the caller must `finish` or `discard`.
 
         Args:
-            path: The name that it gets; a file there is replaced.
+            path: Final path of the file; a file there is replaced.
 
         Raises:
             OSError: The disk refuses.
@@ -129,14 +133,14 @@ class NewFile:
         self._open = True
 
     def fill(self, pieces: Iterable[Piece], behind: WriteBehind) -> tuple[int, str]:
-        """Gives all that the file will hold to `behind`.
+        """Gives the whole contents of the file to `behind`.
 
         Args:
-            pieces: In order; none is kept.
-            behind: Writes it.
+            pieces: Contents in order; no piece is used after the next one is asked for.
+            behind: Performs the writes.
 
         Returns:
-            Size and checksum.
+            Size in bytes, and checksum.
 
         Raises:
             OSError: The disk refuses.
@@ -150,10 +154,10 @@ class NewFile:
         return size, whole.hexdigest()
 
     def finish(self, *, durable: bool = False) -> None:
-        """All is written: it gets its name. The caller syncs the directory.
+        """Gives the written file its final name. The caller syncs the directory.
 
         Args:
-            durable: Whether to wait for the disk; if not, the caller syncs the file too.
+            durable: Whether to sync the file first; if not, the caller does that too.
 
         Raises:
             OSError: The disk refuses.
@@ -165,7 +169,7 @@ class NewFile:
         os.rename(self._temporary, self._path)
 
     def discard(self) -> None:
-        """Deletes it, unless it has its name."""
+        """Deletes the file, unless it has its final name."""
         if self._open:
             self._open = False
             os.close(self._descriptor)
@@ -174,11 +178,11 @@ class NewFile:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileEntry:
-    """Writes a file whole or not at all, and waits for the disk. The caller syncs the directory.
+    """Writes a file as a whole or not at all, and syncs it. The caller syncs the directory.
 
     Args:
-        path: Where; a file there is replaced.
-        pieces: The contents, in order; none is kept.
+        path: Path of the file; a file there is replaced.
+        pieces: Contents in order; no piece is used after the next one is asked for.
 
     Raises:
         OSError: The disk refuses; the temporary file is gone then.
@@ -201,7 +205,7 @@ def fsync_file(path: Path) -> None:
 
 
 def let_go_of_pages(path: Path) -> None:
-    """A durable file is not read again soon: its pages in the page cache are others' to have."""
+    """Drops a durable file from the page cache, because it is not read again soon."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -209,13 +213,13 @@ def let_go_of_pages(path: Path) -> None:
 def read_pieces(
     path: Path, start: int = 0, end: int | None = None, *, direct: bool = False
 ) -> Iterator[memoryview]:
-    """Bytes [start, end) of a file, a piece at a time; each is valid until the next is asked for.
+    """Yields bytes [start, end) of a file in pieces; each is valid until the next is asked for.
 
     Args:
-        path: Of the file.
-        start: A whole number of pages, if `direct`.
-        end: None: all of it.
-        direct: Whether to go past the page cache, where the file system allows it: see Writer.
+        path: Path of the file.
+        start: First byte; a multiple of the page size, if `direct`.
+        end: Byte behind the last one; None: the end of the file.
+        direct: Whether to read past the page cache, where the file system allows it: see Writer.
 
     Raises:
         OSError: The file cannot be read.
@@ -225,7 +229,7 @@ def read_pieces(
         left = os.fstat(file.fileno()).st_size - start if end is None else end - start
         buffer = memoryview(mmap.mmap(-1, PIECE_BYTES))
         while left > 0:
-            # Past the page cache whole blocks are asked for, also at the end of the file.
+            # A direct read asks for whole blocks, also at the end of the file.
             count = min(file.readinto(buffer) or 0, left)
             if not count:
                 return
@@ -235,13 +239,13 @@ def read_pieces(
 
 def _opened(path: Path, direct: bool) -> io.FileIO:
     if direct:
-        with suppress(OSError):  # a file system that has no such thing; else the other open says so
+        with suppress(OSError):  # no O_DIRECT here; any other error comes again from FileIO
             return io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT))
     return io.FileIO(path)
 
 
 def checksum_of(path: Path, start: int = 0, end: int | None = None) -> str:
-    """XXH3-128 of bytes [start, end) of a file, as 32 hex digits."""
+    """Returns the XXH3-128 of bytes [start, end) of a file, as 32 hex digits."""
     hasher = _C.Checksum()
     for piece in read_pieces(path, start, end):
         hasher.update(piece)

@@ -1,7 +1,7 @@
 """Weights and states of boosted models, as saves read them.
 
-They are read past all that guards them, in the memory that the session keeps them in: an operator
-of torch would wait for updates, which may wait for the save.
+A save reads the session's memory directly, past the guards of torch's operators. An operator would
+wait for updates, and these may wait for the save.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from castor.runtime.engine import Engine
 from castor.runtime.model_parts import Runs, Segments
 
 Part = tuple[int, torch.Tensor]
-"""A rank's shard of a tensor: its begin, in elements in memory order, and the elements."""
+"""A rank's shard of a tensor: (index of its first element in memory order, its elements)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +30,20 @@ class HeldTensor(ComputedTensor):
     index: int
     """Index of the parameter."""
     part: Callable[[], Part]
-    """Makes what this rank keeps of its tensor, without asking others."""
+    """Function that makes this rank's shard of the tensor, without communication."""
     runs: Runs | Segments | None = None
-    """Place of its tensor in the one that is saved; None: they are one."""
+    """Place of this rank's tensor in the full tensor that is saved; None: they are the same."""
     states: bool = True
-    """Whether it is made of the optimizer's states; else of weights alone."""
+    """Whether the tensor is made of optimizer states; if not, of weights alone."""
     in_order_of_memory: bool = False
-    """Whether its elements are of the parameter's memory, as scales are of blocks of it."""
+    """Whether the elements follow the parameter's memory, as scales of its blocks do, instead of
+    row-major order."""
 
     def own(self) -> Iterator[tuple[int, memoryview]]:
-        """(byte of this rank's tensor, bytes that are there) of what it writes, in row-major order.
+        """Yields (offset in bytes, bytes) of what this rank writes, in row-major order.
 
-        A piece is valid until the next one is asked for.
+        Offsets count from the beginning of this rank's tensor. A piece is valid until the next one
+        is asked for.
         """
         for first, part in self._in_row_major(*self.part()):
             at = first * self.element_size()
@@ -50,7 +52,7 @@ class HeldTensor(ComputedTensor):
                 at += len(piece)
 
     def _in_row_major(self, first: int, part: torch.Tensor) -> Iterator[Part]:
-        """A part of memory, in runs of the parameter's elements in row-major order."""
+        """Yields a shard in memory order as runs of elements in row-major order."""
         param = self.engine.params[self.index]
         if self.engine.ranks is None or param.is_contiguous() or self.in_order_of_memory:
             yield first, part
@@ -75,15 +77,16 @@ def held(
     shape: Sequence[int] | None = None,
     states: bool = True,
 ) -> HeldTensor:
-    """Makes a tensor that is computed of parameter `index`.
+    """Makes a tensor that is computed from one of the engine's parameters or its states.
 
     Args:
-        engine: Whose parameter it is.
-        index: Of the parameter.
-        compute: Makes all of it; alone a rank keeps that.
-        part: Of several ranks: see HeldTensor.
-        dtype: Of its elements.
-        shape: None for the parameter's; other tensors have the order of its memory.
+        engine: Engine of the parameter.
+        index: Index of the parameter.
+        compute: Makes the full tensor, which a process without other ranks writes.
+        part: Makes this rank's shard, where there are several ranks: see HeldTensor.
+        dtype: Type of the elements.
+        shape: Shape of the tensor, whose elements then follow the parameter's memory; None: the
+            parameter's shape.
         states: See HeldTensor.
     """
     return HeldTensor(
@@ -99,7 +102,7 @@ def held(
 
 
 def held_weights(engine: Engine, param: nn.Parameter) -> HeldTensor:
-    """A parameter of the engine, in its working type."""
+    """Returns a parameter's weights in their working dtype, read when they are written."""
     index = engine.index_of[param]
     return held(
         engine,
@@ -112,6 +115,6 @@ def held_weights(engine: Engine, param: nn.Parameter) -> HeldTensor:
 
 
 def part_of_weights(engine: Engine, index: int) -> Part:
-    """Returns this rank's shard of the parameter's memory, in the order of its elements."""
+    """Returns this rank's shard of the parameter's weights, in memory order."""
     first, _ = engine.session.saved_piece(index)
     return first, engine.session.saved_weights_of_piece(index)

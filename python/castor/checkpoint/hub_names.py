@@ -1,11 +1,13 @@
 """Names and shapes of the hub's files, by transformers' own weight conversions.
 
-transformers 5 holds some weights under other names and in other shapes than the hub's files: the
-experts of a layer are one fused tensor in memory, and one by one in files. `save_pretrained` undoes
-that by `revert_weight_conversion`, which this module runs twice: once on the meta device, to find
-the tensors of the files and what each is made of, and once for each group of tensors that belong
-together, when its turn to be written comes. transformers is never imported here: a model of its
-classes has brought it along.
+transformers 5 holds some weights under other names and in other shapes than the hub's files. The
+experts of a layer, for example, are one fused tensor in memory and separate tensors in files.
+`save_pretrained` undoes that by `revert_weight_conversion`. This module runs the function twice:
+
+- on the meta device, to find the tensors of the files and the sources of each;
+- for each group of tensors that belong together, when its turn to be written comes.
+
+transformers is never imported here: a model of its classes has already imported it.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ class HubNames:
     """The layout of a transformers model's tensors in the files of save_pretrained."""
 
     model: Any
-    """The model, or one like it on the meta device: conversions read its config."""
+    """The model, or the same model built on the meta device: conversions read its config."""
     layout: FileLayout
 
     def in_files(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-        """The tensors of the files, in the order of save_pretrained.
+        """Returns the tensors of the files by name, in the order of save_pretrained.
 
         Args:
-            tensors: The model's by state_dict key, each once.
+            tensors: The model's tensors by state_dict key, each once.
 
         Raises:
             CheckpointError: transformers cannot revert its conversions.
@@ -76,10 +78,10 @@ class HubNames:
     def plan_of_files(
         self, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]
     ) -> list[PlannedTensor]:
-        """The plan of a whole model, where types do not matter.
+        """Returns the plan of a full model, for callers that do not need dtypes.
 
         Args:
-            shapes: By state_dict key.
+            shapes: Full shape of each tensor, by state_dict key.
             tied: Keys that are in no file, see castor.checkpoint.model.tied_keys.
         """
         return self.plan(
@@ -93,10 +95,10 @@ class HubNames:
     def plan(
         self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> list[PlannedTensor]:
-        """The tensors of the files, and what each is made of; nothing is computed.
+        """Returns the tensors of the files with their sources; computes no values.
 
         Args:
-            tensors: Type and shape of each of the model's tensors, by key.
+            tensors: (dtype, shape) of each of the model's tensors, by key.
 
         Raises:
             CheckpointError: transformers cannot revert its conversions.
@@ -148,7 +150,7 @@ class HubNames:
         """Converts tensors as transformers does when it saves them.
 
         Raises:
-            CheckpointError: It cannot.
+            CheckpointError: transformers cannot revert its conversions.
         """
         loading: Any = sys.modules[LOADING]
         like = _Like(self.model, self.layout.transforms, tensors)
@@ -166,7 +168,7 @@ class HubNames:
 
 
 def hub_names_of(model: nn.Module) -> HubNames | None:
-    """Returns save_pretrained's layout of a model; None: it is no model of transformers."""
+    """Returns save_pretrained's layout of a model; None: the model is not transformers'."""
     model = compiled_from(model)
     engines = engines_holding(model)
     for engine in engines:
@@ -186,9 +188,9 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 class _Like:
-    """Stands for the model in transformers' conversions, with tensors of whole shapes.
+    """A substitute for the model in transformers' conversions, with tensors of full shapes.
 
-    Some look up the shape of a parameter, of which a boosted model may have a shard.
+    Some conversions look up the shape of a parameter, of which a boosted model may have a shard.
     """
 
     def __init__(
@@ -199,12 +201,12 @@ class _Like:
         self._tensors = tensors
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """The tensor of a key, or the model's."""
+        """Returns the tensor of a key, or else the model's parameter."""
         found = self._tensors.get(name)
         return self._model.get_parameter(name) if found is None else found
 
     def __getattr__(self, name: str) -> Any:
-        """The model's."""
+        """Returns the model's attribute."""
         return getattr(self._model, name)
 
 
@@ -213,19 +215,19 @@ class _Like:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTensor:
-    """A tensor of a file."""
+    """A tensor of a file, and the model's tensors that it is made of."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     sources: tuple[str, ...]
-    """Keys of all of the model's tensors that its group is made of."""
+    """Keys of all the model's tensors that its group is made of."""
     group: int
-    """The same for tensors that are made together."""
+    """Number of the group; tensors of one group are made together."""
     unchanged: bool
-    """Whether it is the model's tensor, under this name."""
+    """Whether the tensor is one of the model's as it is, perhaps under another name."""
     memory: tuple[int, int]
-    """(its number, its bytes) of the memory that transformers has it in, with others or alone."""
+    """(number, bytes) of the memory in which transformers has the tensor, alone or with others."""
 
 
 def in_names_of_files(
@@ -240,10 +242,11 @@ def in_names_of_files(
 
     Args:
         stored: Names in the files.
-        plan: Of the model.
-        keys: Of its state dict.
-        sealed: Whether castor wrote them, which knew only the model's names once.
-        record: What the manifest says of them.
+        plan: Plan of the model.
+        keys: Keys of the model's state dict.
+        sealed: Whether castor wrote the files. Earlier versions of castor knew only the model's
+            names.
+        record: The manifest's record of the names, see record_of; None: there is none.
     """
     stored = set(stored)
     own = {entry.name for entry in plan if entry.unchanged and entry.sources == (entry.name,)}
@@ -258,12 +261,12 @@ def in_names_of_files(
 
 
 def keys_of_files(model: Any, stored: Iterable[str], keys: Mapping[str, Any]) -> dict[str, str]:
-    """The key of the model that from_pretrained reads each tensor of the files for.
+    """Maps each name in the files to the model's key that from_pretrained reads it for.
 
     Args:
-        model: Of transformers, or of a library like it: then the names are the model's.
+        model: A model of transformers, or of a library like it, whose files have the model's names.
         stored: Names in the files.
-        keys: Of the model's state dict.
+        keys: The model's state dict, or any mapping with its keys.
     """
     loading: Any = sys.modules.get(LOADING)
     if not is_transformers_model(model) or not hasattr(loading, "rename_source_key"):
@@ -272,7 +275,7 @@ def keys_of_files(model: Any, stored: Iterable[str], keys: Mapping[str, Any]) ->
     transforms = mapping.get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
-    # As convert_and_load_state_dict_in_model goes through the files.
+    # The loop follows transformers' convert_and_load_state_dict_in_model.
     found = {}
     for name in sorted(stored, key=loading.dot_natural_key):
         prefix = model.base_model_prefix
@@ -285,7 +288,7 @@ def keys_of_files(model: Any, stored: Iterable[str], keys: Mapping[str, Any]) ->
 
 
 def own_key_mapping(model: Any) -> dict[str, str] | None:
-    """The key_mapping that a user gave from_pretrained when it made the model."""
+    """Returns the key_mapping with which from_pretrained made the model; None: there was none."""
     used = getattr(model, "_weight_conversions", None)
     if not used or not is_transformers_model(model):
         return None
@@ -301,7 +304,10 @@ def own_key_mapping(model: Any) -> dict[str, str] | None:
 
 
 class _Origins(TorchDispatchMode):
-    """Finds out which tensors of a model others are made of: by the memory of meta tensors."""
+    """A dispatch mode that tracks which of a model's tensors the results of operations come from.
+
+    It tells tensors apart by their memory on the meta device.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -309,13 +315,13 @@ class _Origins(TorchDispatchMode):
         self._alive: list[Any] = [tensors]
 
     def of(self, tensor: torch.Tensor) -> list[str]:
-        """Keys of what it is made of."""
+        """Returns the keys of the model's tensors that a tensor is made of."""
         return list(self._keys[_memory(tensor)])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Adds what an operation takes to where its results come from."""
+        """Adds the origins of an operation's arguments to those of its results."""
         result = func(*args, **(kwargs or {}))
         taken: dict[str, None] = {}
         for leaf in tree_flatten((args, kwargs or {}))[0]:
@@ -333,7 +339,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _connected(sets: Iterable[list[str]]) -> dict[str, str]:
-    """By key one that stands for all that are connected with it by sets."""
+    """Maps each key to one key that represents all keys connected with it through the sets."""
     root: dict[str, str] = {}
 
     def find(key: str) -> str:
@@ -353,7 +359,7 @@ def _connected(sets: Iterable[list[str]]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedTensor(ComputedTensor):
-    """A tensor of a file that transformers' conversions make of others."""
+    """A tensor of a file that transformers' conversions make of other tensors."""
 
     group: Group
     place: int
@@ -361,10 +367,10 @@ class ConvertedTensor(ComputedTensor):
     """See PlannedTensor."""
 
     def own(self, *, whole: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(values, which of them this rank writes); None: it writes none.
+        """Returns the full tensor and a mask of the elements that this rank writes; None: none.
 
         Args:
-            whole: Whether this rank writes what several have alike.
+            whole: Whether this rank writes the tensors that are the same on several ranks.
         """
         return self.group.own(self.place, whole=whole)
 
@@ -377,10 +383,10 @@ class _Made:
 
 
 class Group:
-    """Tensors of files that are made together, of the same tensors of a model.
+    """A group of tensors of files that are made together, from the same tensors of a model.
 
-    All are made when the first is asked for, and each is let go of when it is given: of a model in
-    the order of its files, about one layer's experts are held.
+    All are made when the first is asked for, and each is dropped when it is handed out. If tensors
+    are asked for in the order of the files, about one layer's experts are in memory at a time.
     """
 
     def __init__(
@@ -389,12 +395,12 @@ class Group:
         sources: Mapping[str, SavedTensor],
         planned: Sequence[PlannedTensor],
     ) -> None:
-        """Makes nothing yet.
+        """Stores the arguments; tensors are made when the first is asked for.
 
         Args:
-            names: Of the model.
-            sources: What they are made of, by key.
-            planned: All of the group, in order.
+            names: Layout of the model's files.
+            sources: The model's tensors that the group is made of, by key.
+            planned: All tensors of the group, in order.
         """
         self._names = names
         self._sources = sources
@@ -404,7 +410,7 @@ class Group:
         self._not_written = len(planned)
 
     def tensor(self, entry: PlannedTensor) -> ConvertedTensor:
-        """One of the group."""
+        """Returns a tensor of the group, to be computed when it is written."""
         place = self._place[entry.name]
         return ConvertedTensor(
             dtype=entry.dtype,
@@ -418,7 +424,7 @@ class Group:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of tensors that have been made and not been given."""
+        """Bytes of tensors that have been made and not handed out yet."""
         made = [leaf for one in self._made.left.values() for leaf in tree_flatten(one)[0]]
         return sum({_memory(one): one.untyped_storage().nbytes() for one in made}.values())
 
@@ -429,7 +435,7 @@ class Group:
         return value
 
     def own(self, place: int, *, whole: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See ConvertedTensor."""
+        """Returns what ConvertedTensor.own returns for the tensor at `place`."""
         if place not in self._made.left:
             parts = [(key, _own_part(one, whole=whole)) for key, one in self._sources.items()]
             if all(part is None for _, part in parts):
@@ -445,7 +451,10 @@ class Group:
     def _filled(
         self, key: str, part: list[tuple[int, torch.Tensor]] | None, *, mask: bool
     ) -> torch.Tensor:
-        """A whole tensor with this rank's part of it, whose other pages nobody touches."""
+        """Returns a full tensor with this rank's shard in it, or a mask of the shard.
+
+        The other pages of a large tensor are never touched, and so take no memory.
+        """
         source = self._sources[key]
         dtype = torch.bool if mask else source.dtype
         flat = in_own_pages(torch.Size([max(_numel(source.shape), 1)]), dtype)
@@ -456,7 +465,7 @@ class Group:
             end = begin + values.numel()
             places = [(begin, values.numel())] if runs is None else runs.of(begin, end)
             for first, count in places:
-                if first is not None:  # else another rank, which shares the rows, writes them
+                if first is not None:  # None: another rank has the same elements and writes them
                     flat[first : first + count] = True if mask else values[:count]
                 values = values[count:]
         return flat[: _numel(source.shape)].view(tuple(source.shape))
@@ -490,7 +499,10 @@ def _values_of(tensors: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
 
 
 def _own_part(tensor: SavedTensor, *, whole: bool) -> list[tuple[int, torch.Tensor]] | None:
-    """(first element, elements) of this rank's tensor that it writes; None: of none."""
+    """Returns the runs of a tensor that this rank writes: (first element, elements); None: none.
+
+    Elements are counted in this rank's tensor. `whole`: see ConvertedTensor.own.
+    """
     if isinstance(tensor, HeldTensor):
         found = []
         for at, piece in tensor.own():
@@ -506,12 +518,12 @@ def _own_part(tensor: SavedTensor, *, whole: bool) -> list[tuple[int, torch.Tens
 def own_runs(
     values: torch.Tensor, mine: torch.Tensor, *, most: int
 ) -> list[tuple[int, torch.Tensor]] | None:
-    """(first element in row-major order, elements) of the values that a rank writes.
+    """Returns the runs of values that a rank writes: (first element in row-major order, elements).
 
     Args:
-        values: Whole.
-        mine: Which of them, of the same shape.
-        most: Of runs; None is returned where there are more.
+        values: The full tensor.
+        mine: Mask of the elements that the rank writes, of the same shape.
+        most: Largest number of runs; with more of them, the function returns None.
     """
     flat = mine.reshape(-1)
     if bool(flat.all()):
@@ -534,9 +546,9 @@ def record_of(
     """Returns the manifest's record of a layout, by which `castor convert` writes the same files.
 
     Args:
-        layout: Of the model.
-        tensors: By the names that they are written under.
-        in_files: Whether these are those of the files, or the model's.
+        layout: Layout of the model's files.
+        tensors: Tensors by the names that they are written under.
+        in_files: Whether these are the names of save_pretrained's files; if not, the model's own.
     """
     return {
         "names": "files" if in_files else "model",
@@ -548,13 +560,14 @@ def record_of(
 
 
 def _transforms_recorded(transforms: Sequence[Any] | None) -> Any:
-    """Transforms as JSON.
+    """Returns transforms as JSON.
 
-    What a run was read from decides over the names that save_pretrained would write: see
-    transformers' `_weight_conversions`.
+    They are recorded because the files that a model was read from decide the names that
+    save_pretrained writes: see transformers' `_weight_conversions`.
 
     Returns:
-        None, a list, or the name of a class that is not transformers' and cannot be found again.
+        A list; None where there are no transforms; or the name of a class that is not
+        transformers' and so cannot be found again.
     """
     if transforms is None:
         return None
@@ -588,10 +601,11 @@ def _recorded(thing: Any) -> Any:
 
 
 def transforms_from(record: Any) -> list[Any] | None:
-    """The transforms of a record; transformers has been imported.
+    """Makes the transforms of a record. Requires that transformers has been imported.
 
     Raises:
-        CheckpointError: This transformers has no such class.
+        CheckpointError: The record names a class that is not transformers', or that this version
+            of transformers lacks.
     """
     if record is None:
         return None

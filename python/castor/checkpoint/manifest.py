@@ -1,4 +1,4 @@
-"""Manifests: every file of a directory with size and checksum. They are written last."""
+"""Manifests, which list each file of a directory with size and checksum and are written last."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from castor.checkpoint.sealed_json import read_sealed, seal
 from castor.errors import CheckpointError
 
 RUN_MANIFEST = "manifest.json"
-"""Manifest of the directory that booster.save makes: it lists the manifests of its parts."""
+"""Name of the manifest in a directory of booster.save; it lists the subdirectories' manifests."""
 
 PART_MANIFEST = "castor-manifest.json"
-"""Manifest of a model's or an optimizer's directory, where other programs keep files too."""
+"""Name of the manifest in a model's or an optimizer's directory, where other programs keep files
+too."""
 
 _FORMAT = "castor-manifest-1"
 
@@ -28,10 +29,13 @@ def write_manifest(
     """Writes the manifest of `directory`.
 
     Args:
-        directory: Has the files.
-        name: Of the manifest.
-        entries: By path relative to the directory.
-        about: What else it says, by name: see read_tied and read_hub.
+        directory: Directory of the files.
+        name: File name of the manifest.
+        entries: Entry of each file, by path relative to the directory.
+        about: Other facts for the manifest, by name: see read_tied and read_hub.
+
+    Returns:
+        The entry of the manifest itself.
 
     Raises:
         OSError: The disk refuses.
@@ -45,17 +49,17 @@ def write_manifest(
 
 
 def read_manifest(directory: Path, name: str) -> dict[str, FileEntry]:
-    """The entries of a manifest.
+    """Returns the entries of a manifest, by path relative to the directory.
 
     Raises:
-        CheckpointError: It is missing or damaged.
+        CheckpointError: The manifest is missing or damaged.
     """
     document = read_sealed(directory / name, _FORMAT)
     return {key: FileEntry(**entry) for key, entry in document["files"].items()}
 
 
 def read_tied(directory: Path, name: str) -> dict[str, str]:
-    """Keys of a model's state_dict that are not in its files, and the key their tensor is under.
+    """Maps each state_dict key that is not in a model's files to the key that has its tensor.
 
     Raises:
         CheckpointError: The manifest is missing or damaged.
@@ -67,7 +71,8 @@ def read_hub(directory: Path, name: str) -> dict[str, Any] | None:
     """Reads the layout of save_pretrained, as castor.checkpoint.hub_names.record_of wrote it.
 
     Returns:
-        None for a model that is not transformers', or was written before castor knew of such names.
+        The record. None for a model that is not transformers', or that a castor without such
+        records wrote.
 
     Raises:
         CheckpointError: The manifest is missing or damaged.
@@ -77,10 +82,12 @@ def read_hub(directory: Path, name: str) -> dict[str, Any] | None:
 
 
 def check_sizes(directory: Path, name: str) -> None:
-    """Looks whether every file is there with its size, in parts as well; reads manifests only.
+    """Checks that every file is there with its size, also in subdirectories that have a manifest.
+
+    Reads no file but the manifests.
 
     Raises:
-        CheckpointError: One is missing, cut short, or a manifest is damaged.
+        CheckpointError: A file is missing or cut short, or a manifest is damaged.
     """
     for key, entry in read_manifest(directory, name).items():
         path = directory / key
@@ -90,10 +97,12 @@ def check_sizes(directory: Path, name: str) -> None:
 
 
 def verify(directory: Path, name: str) -> None:
-    """Reads everything that a manifest lists, in parts as well, and compares the checksums.
+    """Reads all files that a manifest lists, and compares their checksums.
+
+    Does the same in subdirectories that have a manifest.
 
     Raises:
-        CheckpointError: Naming the file, and the tensor for safetensors, that differs.
+        CheckpointError: A file differs. The message names it, and in safetensors the tensor.
     """
     entries = read_manifest(directory, name)
     for key, entry in entries.items():
@@ -116,7 +125,7 @@ def verify_file(path: Path, entry: FileEntry) -> None:
     """Compares one file with its entry.
 
     Raises:
-        CheckpointError: It differs.
+        CheckpointError: The file differs, or cannot be read.
     """
     _check_size(path, entry)
     try:
@@ -146,7 +155,7 @@ def _check_size(path: Path, entry: FileEntry) -> None:
 
 
 def _damaged_part(path: Path, entry: FileEntry) -> str:
-    """Names the damaged tensor of a file."""
+    """Returns words for messages that name the damaged tensor of a file; empty: unknown."""
     if not entry.tensors:
         return ""
     try:

@@ -64,12 +64,12 @@ _OURS = re.compile(
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by state_dict key, as the model's own objects.
+    """Returns parameters and persistent buffers by state_dict key, as the model's own objects.
 
     Raises:
         CheckpointError: The state dict holds something that no safetensors file can.
     """
-    # Where torch.compile has wrapped a part, files have the names that it had before.
+    # Where torch.compile has wrapped a module, files have the names from before.
     state: dict[str, torch.Tensor] = {
         name_before_compile(key): tensor for key, tensor in model.state_dict(keep_vars=True).items()
     }
@@ -84,9 +84,13 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def kept_keys(model: nn.Module, tensors: Mapping[str, int]) -> set[str]:
-    """Returns one key for each tensor, of keys with the numbers of their tensors.
+    """Returns the keys that tensors are written under: one key for each tensor.
 
-    The one that transformers ties the others to, or the first.
+    A tied tensor keeps the key that transformers ties the others to, or else its first key.
+
+    Args:
+        model: Tells the keys that transformers ties to others.
+        tensors: Number of the tensor for each key; tied keys have the same number.
     """
     tied_to_others = set(getattr(model, "all_tied_weights_keys", None) or ())
     key_of: dict[int, str] = {}
@@ -98,9 +102,9 @@ def kept_keys(model: nn.Module, tensors: Mapping[str, int]) -> set[str]:
 
 
 def tied_keys(model: nn.Module) -> dict[str, str]:
-    """Keys of the state dict that are not written, and the key that their tensor is written under.
+    """Maps each key that is not written to the key that its tensor is written under.
 
-    Of a model whose layers are divided among ranks: of the whole.
+    With pipeline parallelism the keys are those of the full model.
     """
     model = compiled_from(model)
     numbers = _numbers(model, state_of(model))
@@ -109,7 +113,7 @@ def tied_keys(model: nn.Module) -> dict[str, str]:
 
 
 def _numbers(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Numbers the tensors by key: for a model in stages, those of all its ranks."""
+    """Numbers the tensors by key; with pipeline parallelism, the tensors of all stages."""
     for engine in engines_holding(model):
         if engine.parts and engine.parts.whole_model:
             whole = engine.parts.whole_model.tensors
@@ -118,11 +122,13 @@ def _numbers(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, i
 
 
 def tensors_of(model: nn.Module, share: Share | None) -> dict[str, SavedTensor]:
-    """Returns the tensors that are written of a model, by key; boosted ones from host storage.
+    """Returns a model's tensors to write, by key; boosted ones are read from host storage.
+
+    The call is collective where ranks have shards of the model.
 
     Args:
         model: Boosted or not.
-        share: See save_model's reading. Where ranks have parts of the model it is collective.
+        share: This rank's share of the work; None: this process does all of it.
     """
     model = compiled_from(model)
     for engine in engines_holding(model):
@@ -145,14 +151,16 @@ def save_model(
 
     Args:
         model: Boosted or not.
-        directory: Replaced as a whole if it exists; files that castor did not write stay.
+        directory: Directory to write; replaced as a whole if it exists, but files that castor did
+            not write stay.
         max_bytes: Bytes of tensors in one file; None: one file.
         tokenizer: Anything with save_pretrained.
-        reading: Where training goes on meanwhile, or other ranks take part.
+        reading: The snapshot that the save reads, where training goes on meanwhile or several
+            ranks write; None: this process writes alone, and training waits.
 
     Raises:
-        CheckpointError: The model holds what cannot be saved.
-        IoError: The disk refuses; what was there before is untouched.
+        CheckpointError: The model holds something that cannot be saved.
+        IoError: The disk refuses; `directory` is what it was.
     """
     model = compiled_from(model)
     check_no_loose_adapters(model)
@@ -179,13 +187,13 @@ def save_model(
 def about_model(
     model: nn.Module, tensors: Tensors, names: HubNames | None, *, in_files: bool
 ) -> dict[str, Any]:
-    """Returns the facts of a model in its directory's manifest, besides its files.
+    """Returns the facts about a model that its manifest has besides the list of files.
 
     Args:
-        model: That is written.
-        tensors: Its tensors by the names that they are written under.
+        model: The model that is written.
+        tensors: The model's tensors by the names that they are written under.
         names: See hub_names_of.
-        in_files: Whether they are written under the names of save_pretrained.
+        in_files: Whether these are the names of save_pretrained.
     """
     hub = None if names is None else record_of(names.layout, tensors, in_files=in_files)
     return {"tied": tied_keys(model), "hub": hub}
@@ -194,12 +202,16 @@ def about_model(
 def model_files(
     tensors: Tensors, max_bytes: int | None, names: HubNames | None
 ) -> dict[str, dict[str, SavedTensor]]:
-    """The weights of a model's directory by file name; of transformers, as its library writes them.
+    """Divides a model's weights over the files of its directory.
 
     Args:
-        tensors: By key in the files.
-        max_bytes: See split.
-        names: See hub_names_of.
+        tensors: Tensors by key in the files.
+        max_bytes: Bytes of tensors in one file, see split.
+        names: See hub_names_of. For a model of transformers, a file's tensors are in the order of
+            the safetensors library.
+
+    Returns:
+        Tensors by file name.
     """
     files = split(tensors, "model", max_bytes, _shared_memory)
     if names is None:
@@ -254,18 +266,18 @@ def write_model(
     about: Mapping[str, Any],
     names: HubNames | None = None,
 ) -> FileEntry:
-    """Writes what a model's directory has beside weights and configs.
+    """Completes a model's directory: the index of several files, the user's files, the manifest.
 
     Args:
-        shards: The weights by file name.
-        entries: Of these files, which are written.
-        staging: Has them, and what write_configs wrote.
-        previous: The directory that will be replaced.
+        shards: Weights by file name.
+        entries: Manifest entries of these files, which have been written.
+        staging: Directory that has these files, and those of write_configs.
+        previous: Directory that will be replaced.
         about: See about_model.
-        names: See hub_names_of; None: the index is no library's.
+        names: See hub_names_of; None: the index need not be the one that transformers writes.
 
     Returns:
-        The entry of its manifest.
+        The entry of the directory's manifest.
 
     Raises:
         OSError: The disk refuses.
@@ -293,13 +305,13 @@ def _in_turn(
     share: Share | None,
     order: Iterable[str] | None = None,
 ) -> dict[str, SavedTensor]:
-    """Returns tensors that are read when they are written: boosted parameters, ranks' shards.
+    """Replaces boosted parameters and ranks' shards by tensors that are read when written.
 
     Args:
-        model: That has the tensors.
-        state: These, by the keys in the file.
-        share: This rank's of the work.
-        order: All keys in the file, where ranks have some; None: those of the model.
+        model: The model of the tensors.
+        state: Tensors by key in the file.
+        share: This rank's share of the work.
+        order: All keys in the file, where each rank has some of them; None: those of the model.
     """
     saved = shards_in_whole(model, state, "model")
     for engine in engines_holding(model):
@@ -314,10 +326,10 @@ def _in_turn(
 
 
 def write_configs(model: nn.Module, staging: Path, tokenizer: Any) -> None:
-    """Writes what from_pretrained needs beside the weights, for models that have it."""
+    """Writes the model's configs, where it has any, and the tokenizer, for from_pretrained."""
     model = compiled_from(model)
     config: Any = getattr(model, "config", None)
-    # A PeftModel has that of its base, whose keys are others.
+    # A PeftModel has the config of its base model, whose keys differ from its own.
     if hasattr(config, "save_pretrained") and not is_peft_model(model):
         config = copy.deepcopy(config)
         config.architectures = [own_class(model).__name__]
@@ -337,10 +349,17 @@ def seal_part(
     is_ours: Callable[[str], bool],
     about: Mapping[str, Any] | None = None,
 ) -> FileEntry:
-    """Takes other files into the part and writes its manifest; returns the manifest's entry.
+    """Writes the manifest of a model's or an optimizer's directory; returns the manifest's entry.
 
     Files that others wrote into `staging` (configs, a tokenizer) are synced and checksummed. Files
-    that lay in `previous` are carried over, with the checksums they had in its manifest.
+    that users keep in `previous` are carried over, with their checksums in its manifest.
+
+    Args:
+        staging: Directory that will replace `previous`.
+        previous: Directory that will be replaced; may be missing.
+        entries: Manifest entries of the files that castor wrote, by path; completed in place.
+        is_ours: Returns whether castor writes files of a name; such files are not carried over.
+        about: Other facts for the manifest, see write_manifest.
 
     Raises:
         OSError: The disk refuses.
@@ -357,10 +376,10 @@ def seal_part(
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model's directory, castor's or any other.
+    """Returns the safetensors files of a model's directory, written by castor or others.
 
     Raises:
-        CheckpointError: There are none, or the index is damaged.
+        CheckpointError: There are no such files, or the index is damaged.
     """
     index = directory / INDEX
     with os_errors(index, "read"):

@@ -1,4 +1,4 @@
-"""Reading a model: all is checked first, then each tensor goes straight to its place."""
+"""Loads of models: everything is checked first, then each tensor goes straight to its place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from castor.runtime.peft_model import is_peft_model
 from castor.runtime.shards import fill, own_class
 
 Sources = Callable[[Callable[[str, torch.Tensor], None]], None]
-"""Gives each tensor that is read to a function, with its key in the model."""
+"""Function that reads tensors one by one; it calls its argument with (key in the model, tensor)."""
 
 
 @dataclass(kw_only=True)
@@ -55,16 +55,24 @@ class Comparison:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mis_shaped: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    """(key, shape in the checkpoint, shape in the model)"""
+    """Tensors whose shapes differ: (key, shape in the checkpoint, shape in the model)."""
 
     incomplete: list[str] = field(default_factory=list)
-    """Missing keys of which others are there that make one tensor of the model with them."""
+    """Missing keys that form one tensor of the model together with keys that are there."""
 
     note: str = ""
-    """Why transformers could not do better; for errors."""
+    """Reason why transformers cannot read the checkpoint either, for errors."""
 
     def check(self, model: nn.Module, *, strict: bool) -> None:
-        """Raises CheckpointError in the words of torch's load_state_dict."""
+        """Checks that the checkpoint fits, as torch's load_state_dict does.
+
+        Args:
+            model: The model, for messages.
+            strict: Whether missing and unexpected keys are errors.
+
+        Raises:
+            CheckpointError: The checkpoint does not fit; the message is in torch's words.
+        """
         errors = []
         if strict and self.missing:
             keys = ", ".join(f'"{key}"' for key in self.missing)
@@ -92,7 +100,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLoad:
-    """A checked load; `apply` cannot fail for what the checkpoint holds."""
+    """A checked load of a model; nothing in the checkpoint can make `apply` fail any more."""
 
     targets: dict[str, torch.Tensor]
     engines: list[Engine]
@@ -104,7 +112,10 @@ class ModelLoad:
         """Copies every tensor into the model.
 
         Args:
-            with_optimizer: The optimizer's state is replaced next.
+            with_optimizer: Whether the optimizer's state is replaced next.
+
+        Returns:
+            The missing and unexpected keys.
         """
         whole = [engine.session.whole for engine in self.engines]
         loaded = set(self.targets.values())
@@ -116,7 +127,7 @@ class ModelLoad:
         for engine in self.engines:
             engine.session.share_homes()
         for engine, before in zip(self.engines, whole, strict=True):
-            # Parameters that the checkpoint lacks are still those of a step that failed.
+            # Parameters that the checkpoint lacks still have the values of a step that failed.
             trained = (p for p, t in zip(engine.params, engine.trained, strict=True) if t)
             if before or (not self.incompatible.missing_keys and loaded.issuperset(trained)):
                 engine.session.end_load(weights="some", states=False)
@@ -126,7 +137,7 @@ class ModelLoad:
         for engine in self.engines:
             index = engine.index_of.get(target)  # type: ignore[call-overload]
             if index is not None:
-                # By the update's own rounding, so that the next one sees no edit.
+                # Rounded as updates round, so that the next update sees no edit.
                 engine.session.adopt(index, local_shard(engine, target, source).contiguous())
                 torch.autograd.graph.increment_version(target)
                 return
@@ -136,10 +147,10 @@ class ModelLoad:
 def prepare_load_model(
     model: nn.Module, directory: Path, *, strict: bool
 ) -> ReadyLoad[_IncompatibleKeys]:
-    """A load of a model's directory, checked; see Booster.load_model.
+    """Checks a model's directory, and returns the load that applies it; see Booster.load_model.
 
     Raises:
-        CheckpointError: It is damaged or does not fit; the model was not changed.
+        CheckpointError: The checkpoint is damaged or does not fit; the model was not changed.
     """
     recover(directory)
     if (directory / PART_MANIFEST).exists():
@@ -152,7 +163,7 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
     """Compares a verified checkpoint with `model`; changes nothing.
 
     Raises:
-        CheckpointError: They do not match, or a file's structure is not sound.
+        CheckpointError: Checkpoint and model do not match, or a file's structure is not sound.
     """
     model = compiled_from(model)
     engines = engines_holding(model)
@@ -195,7 +206,15 @@ def _match(
     engines: list[Engine],
     others: dict[str, tuple[int, tuple[int, ...]]],
 ) -> tuple[Comparison, Sources]:
-    """Compares a model's files with the model, and returns what reads them.
+    """Compares a model's files with the model, and returns the function that reads them.
+
+    Args:
+        model: The model.
+        directory: Directory of the files.
+        stored: Tensors of the files, by name.
+        targets: This rank's tensors of the model, by key.
+        engines: Engines of the model.
+        others: (number, full shape) of the tensors that only other ranks have, by key.
 
     Raises:
         CheckpointError: The files contradict themselves.
@@ -240,15 +259,15 @@ def _match(
 def _check_ties(
     stored: dict[str, StoredTensor], key_of: Mapping[str, str], numbers: Mapping[str, int]
 ) -> None:
-    """One tensor of the model has one value in the files, under all its names.
+    """Checks that a tied tensor has the same values under all its names in the files.
 
     Args:
-        stored: By name in the files.
-        key_of: The model's key for each.
-        numbers: By key of the model, the same for those that are one tensor.
+        stored: Tensors of the files, by name.
+        key_of: Key of the model for each name.
+        numbers: Number of the tensor for each key of the model; tied keys have the same number.
 
     Raises:
-        CheckpointError: Two differ.
+        CheckpointError: The values under two names of one tensor differ.
     """
     first: dict[int, str] = {}
     for name, entry in stored.items():
@@ -279,7 +298,10 @@ def _same_values(entry: StoredTensor, other: str, before: StoredTensor, name: st
 
 
 def _incomplete(plan: Sequence[PlannedTensor], stored: Collection[str]) -> Comparison:
-    """Names that are missing, where only some of those are there that are read together."""
+    """Compares the names in the files with a plan, whose groups are read together.
+
+    Missing names are also incomplete where other names of their group are there.
+    """
     groups: dict[int, list[str]] = {}
     for entry in plan:
         groups.setdefault(entry.group, []).append(entry.name)
@@ -298,7 +320,7 @@ def _in_names_of_files(
     stored: dict[str, StoredTensor],
     key_of: Mapping[str, str],
 ) -> Comparison:
-    """Translates from_pretrained's comparison, in keys of the model, into names of the files."""
+    """Translates from_pretrained's comparison from the model's keys into names in the files."""
     names: dict[str, list[str]] = {}
     for entry in plan or ():
         for key in entry.sources:
@@ -333,7 +355,11 @@ def _one_by_one(tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> So
 def _beside_packed(
     model: nn.Module, targets: dict[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Takes out of a state dict what quantised layers add: by the key of what they have packed."""
+    """Removes from `targets` the tensors that quantised layers add beside packed weights.
+
+    Returns:
+        The removed tensors, by key of the packed parameter and by their own key.
+    """
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[str, dict[str, torch.Tensor]] = {
         key: {}
@@ -353,12 +379,18 @@ def _check_packed(
     stored: dict[str, StoredTensor],
     targets: dict[str, torch.Tensor],
 ) -> dict[str, StoredTensor]:
-    """Returns the tensors to read, where the layers have already what unpacks them.
+    """Checks that stored packed weights fit the layers' quantisation; returns the tensors to read.
 
-    A state dict hands out copies of some of that, in which a load would be lost.
+    The stored tensors beside packed weights must equal the layers' own, and are not read. A state
+    dict hands out copies of some of them, so that values loaded there would be lost.
+
+    Args:
+        packed: See _beside_packed.
+        stored: Tensors of the files, by name.
+        targets: The model's tensors, by key.
 
     Raises:
-        CheckpointError: It is not: the bytes were packed in another way.
+        CheckpointError: The stored weights are not quantised, or were packed in another way.
     """
     rest = dict(stored)
     for name, beside in packed.items():
@@ -395,7 +427,14 @@ def _compare(
     engines: list[Engine],
     others: dict[str, tuple[int, tuple[int, ...]]],
 ) -> Comparison:
-    """`others`: what ranks with other layers have; every rank finds the same."""
+    """Compares the stored tensors with those of the full model; the same result on every rank.
+
+    Args:
+        stored: Tensors of the files, by key.
+        targets: This rank's tensors of the model, by key.
+        engines: Engines of the model.
+        others: (number, full shape) of the tensors that only other ranks have, by key.
+    """
     comparison = Comparison()
     there = {number for key, (number, _) in others.items() if key in stored}
     for key, (number, shape) in others.items():
@@ -437,7 +476,7 @@ def _through_transformers(
 ) -> tuple[Comparison, Sources]:
     """Lets the model's class read the checkpoint, with its renaming and fusing of keys.
 
-    It makes a lazy model, whose tensors are read one after the other.
+    The class makes a lazy model, whose tensors are read one after the other.
     """
     tensors, info = from_files(model, directory, stored)
     if info["missing_keys"] or info["unexpected_keys"]:
@@ -472,18 +511,19 @@ def from_files(
     stored: Mapping[str, StoredTensor],
     key_mapping: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns the lazy tensors that the model's class reads of a checkpoint, and loading info.
+    """Returns a checkpoint's lazy tensors by key, and the loading info of from_pretrained.
 
     Args:
-        model: Of transformers, or of a library like it.
-        directory: Has the files.
-        stored: What they hold.
+        model: A model of transformers, or of a library like it.
+        directory: Directory of the files.
+        stored: Tensors of the files, by name.
         key_mapping: See from_pretrained.
     """
     floats = {entry.dtype for entry in stored.values() if entry.dtype.is_floating_point}
     dtype = max(floats, key=lambda kind: torch.finfo(kind).bits, default=torch.float32)
     model_class: Any = own_class(model)
-    # It initialises what the checkpoint lacks: the run's random numbers are not for that.
+    # from_pretrained initialises what the checkpoint lacks, and must not use up the run's random
+    # numbers for that.
     with torch.random.fork_rng(devices=[]), LazyInitContext():
         loaded, info = model_class.from_pretrained(
             directory,

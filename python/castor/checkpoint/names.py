@@ -1,4 +1,4 @@
-"""Names of unfinished things on disk, and whether the process that left them still lives."""
+"""Names of unfinished files and directories, which tell whether their process still lives."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _numbers = itertools.count()
 
 
 def temporary_name(name: str) -> str:
-    """The name under which `name` is being written by this process."""
+    """Returns the name under which this process writes `name`."""
     return f".tmp-castor-{name}-{_owner()}-{next(_numbers)}"
 
 
 def displaced_name(name: str) -> str:
-    """The name that the old `name` has while the new one takes its place."""
+    """Returns the name that the old `name` has while the new one takes its place."""
     return f".old-castor-{name}-{_owner()}-{next(_numbers)}"
 
 
@@ -28,7 +28,10 @@ def _owner() -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot: numbers of processes are used again."""
+    """Returns when a process started, in clock ticks since boot; None: there is no such process.
+
+    The start time tells processes of the same number apart, because numbers are reused.
+    """
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -38,13 +41,13 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def target_of(leftover: Path) -> tuple[str, str] | None:
-    """("tmp" or "old", the name it stands for), or None for what castor did not name."""
+    """Returns ("tmp" or "old", the name it stands for); None: the name is not one of castor's."""
     match = _PATTERN.fullmatch(leftover.name)
     return (match[1], match[2]) if match else None
 
 
 def is_own(leftover: Path) -> bool:
-    """Whether this process made it."""
+    """Whether this process made a temporary or displaced file or directory."""
     match = _PATTERN.fullmatch(leftover.name)
     return match is not None and f"{match[3]}-{match[4]}" == _owner()
 
@@ -52,7 +55,7 @@ def is_own(leftover: Path) -> bool:
 def is_abandoned(leftover: Path) -> bool:
     """Whether nobody works on a temporary or displaced file or directory any more.
 
-    A process of another container is not seen in /proc, but the lock on its directory is.
+    A process in another container is not visible in /proc, but the lock on its directory is.
     """
     match = _PATTERN.fullmatch(leftover.name)
     if match is None or _start_ticks(int(match[3])) == int(match[4]):
@@ -65,7 +68,7 @@ def is_abandoned(leftover: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: the process number has to do
+    except OSError:  # a file system without locks: only the process number tells
         return True
     finally:
         os.close(descriptor)
@@ -73,8 +76,12 @@ def is_abandoned(leftover: Path) -> bool:
 
 
 def lock_directory(path: Path) -> int:
-    """Tells other processes that `path` is being written; returns the descriptor to close."""
+    """Locks a directory, so that other processes see that it is being written.
+
+    Returns:
+        The descriptor that holds the lock; closing it ends the lock.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with suppress(OSError):  # a file system without locks: the process number has to do
+    with suppress(OSError):  # a file system without locks: only the process number tells
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor

@@ -1,4 +1,4 @@
-"""Optimizer state in the layout of torch.optim, by parameter name: what a save writes."""
+"""Saves of optimizer state, in the layout of torch.optim and by parameter name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from castor.runtime.engine import Engine
 DESCRIPTION = "optimizer.json"
 FORMAT = "castor-optimizer-1"
 _RECONCILED = 2**18
-"""Elements at once: what is computed of them takes a fraction of a piece."""
+"""Number of elements reconciled at once; temporaries of them take a fraction of a piece."""
 
 _OURS = re.compile(
     r"optimizer(-\d{5}-of-\d{5})?\.safetensors|optimizer\.json|castor-manifest\.json"
@@ -50,14 +50,14 @@ _OURS = re.compile(
 
 
 class Scaler(Protocol):
-    """The interface of the loss scaler to checkpoints."""
+    """The loss scaler's interface to checkpoints."""
 
     def state_dict(self) -> dict[str, float | int]: ...  # noqa: D102
     def load_state_dict(self, state: dict[str, float | int]) -> None: ...  # noqa: D102
 
 
 class Driver(Protocol):
-    """The interface of a boosted optimizer's step (StepDriver) to checkpoints."""
+    """The interface of a boosted optimizer's StepDriver to checkpoints."""
 
     engine: Engine
     fused: bool
@@ -68,15 +68,15 @@ class Driver(Protocol):
 
 
 def driver_of(optimizer: Optimizer) -> Driver | None:
-    """The driver of a boosted optimizer, None for any other."""
+    """Returns the driver of a boosted optimizer, None for any other."""
     return cast("Driver | None", getattr(optimizer, "_castor", None))
 
 
 def check_all_given(optimizers: Sequence[Optimizer]) -> None:
-    """A run is saved and loaded with all optimizers of a boosted model, or with none.
+    """Checks that all optimizers of a boosted model are given, or none of them.
 
     Raises:
-        UsageError: One is missing.
+        UsageError: An optimizer of the model is missing.
     """
     drivers = [driver for optimizer in optimizers if (driver := driver_of(optimizer)) is not None]
     given = Counter(driver.engine for driver in drivers)
@@ -89,7 +89,11 @@ def check_all_given(optimizers: Sequence[Optimizer]) -> None:
 
 
 def names_of(optimizer: Optimizer, model: nn.Module | None) -> dict[torch.Tensor, str]:
-    """Names of the optimizer's parameters: the model's, under which states are saved.
+    """Returns the names of the optimizer's parameters in the model; states are saved under them.
+
+    Args:
+        optimizer: Boosted or not.
+        model: Names the parameters of an optimizer that is not boosted; None: its groups do.
 
     Raises:
         UsageError: Nothing tells the names, or a parameter is not the model's.
@@ -122,41 +126,43 @@ def names_of(optimizer: Optimizer, model: nn.Module | None) -> dict[torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """An optimizer, ready to be written."""
+    """The state of an optimizer, ready to be written."""
 
     tensors: dict[str, SavedTensor]
-    """ "<parameter>.<entry>" to the optimizer's own tensor, or to one made of it."""
+    """Tensors by "<parameter>.<entry>": the optimizer's own, or made from these."""
     description: dict[str, Any]
+    """Document of optimizer.json, without the names of the files."""
 
     @property
     def bytes(self) -> int:
-        """Bytes that a save writes at most."""
+        """Upper bound of the bytes that a save writes."""
         return bytes_of(self.tensors) + len(canonical(self.description)) + OVERHEAD_BYTES
 
     def files(self, max_bytes: int | None) -> dict[str, dict[str, SavedTensor]]:
-        """The tensors by file name; `max_bytes`: what a file may hold."""
+        """Returns the tensors by file name; `max_bytes` bounds a file's tensors, see split."""
         return split(self.tensors, "optimizer", max_bytes)
 
 
 def state_of_optimizer(
     optimizer: Optimizer, model: nn.Module | None, share: Share | None = None
 ) -> OptimizerState:
-    """Collects what a save writes: of boosted models, what is read in its turn.
+    """Collects the state of an optimizer for a save. Collective where ranks have shards.
 
-    Of split formats the float32 tensors are made when they are written, one at a time; of a
-    standalone HybridAdam's they are made here.
+    States in a boosted model's chunks are read when they are written, one tensor at a time. Split
+    state formats become float32 then; those of a standalone HybridAdam become float32 here.
 
-    In 16-bit precisions the masters come along ("<parameter>.master"), after edits of the weights
-    have reached them.
+    In 16-bit precisions the state has the float32 masters ("<parameter>.master"), with the user's
+    edits of the weights.
 
     Args:
         optimizer: Boosted or not.
         model: Names the parameters of an optimizer that is not boosted.
-        share: See save_optimizer's reading. Where ranks have parts of the model it is collective.
+        share: This rank's share of the work; None: this process does all of it.
 
     Raises:
         CheckpointError: The state holds something other than tensors, numbers and strings.
-        UsageError: See names_of; or ranks have parts of the model, and it is not boosted.
+        UsageError: The parameters have no names (see names_of), or ranks have shards of a model
+            and the optimizer is not boosted.
     """
     driver = driver_of(optimizer)
     if driver is None and share is not None:
@@ -198,10 +204,11 @@ def state_of_optimizer(
 def tensors_and_numbers(
     optimizer: Optimizer, model: nn.Module | None
 ) -> tuple[dict[str, SavedTensor], dict[str, dict[str, Any]]]:
-    """State as this process has it: tensors by "<parameter>.<entry>", the rest by parameter.
+    """Returns this process's state: tensors by "<parameter>.<entry>", other entries by parameter.
 
     Raises:
-        CheckpointError, UsageError: See state_of_optimizer.
+        CheckpointError: See state_of_optimizer.
+        UsageError: See names_of.
     """
     driver = driver_of(optimizer)
     if driver is not None:
@@ -230,13 +237,13 @@ def tensors_and_numbers(
 
 
 def _of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
-    """Returns the values in `state` beside the entries of parameters, such as a counter."""
+    """Returns the values in `state` that belong to no parameter, such as a counter."""
     state: dict[Any, Any] = optimizer.state
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def _entries(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
-    """A parameter's state, in torch's layout where the optimizer keeps it in another."""
+    """Returns a parameter's state in torch's layout, whichever one the optimizer keeps it in."""
     driver = driver_of(optimizer)
     if driver is not None:
         own = optimizer.state.get(param, {})
@@ -249,7 +256,7 @@ def _entries(optimizer: Optimizer, param: torch.Tensor) -> dict[Any, Any]:
 
 
 def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dict[Any, Any]:
-    """A boosted parameter's state in float32, read when it is written."""
+    """Returns a boosted parameter's state in float32, read when it is written."""
     if not entry:
         return entry
     engine, index = driver.engine, driver.engine.index_of[param]  # type: ignore[index]
@@ -264,7 +271,7 @@ def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dic
         part = _in_float32(session, index, session.saved_states_of_piece(index), name)
         return (first // _C.MOMENT_BLOCK * 2 if name == "scales" else first), part
 
-    # Keys alone: what a stored entry gives for one is read from NVMe.
+    # Look at the keys alone: the value of a stored entry would be read from NVMe.
     portable: dict[Any, Any] = {key: entry[key] for key in entry if key not in names}
     for name in names:
         shape = shape_of_scales(param.shape) if name == "scales" else None
@@ -275,7 +282,7 @@ def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dic
 def _in_float32(
     session: _C.Session, index: int, tensors: list[torch.Tensor], name: str
 ) -> torch.Tensor:
-    """One of a parameter's states, which are `tensors`."""
+    """Returns state `name` of a parameter in float32; `tensors` are all states of it."""
     states = dict(zip(session.state_names(index), tensors, strict=True))
     if states[name].dtype == torch.float32:
         return states[name]
@@ -290,7 +297,7 @@ def _in_float32(
 
 
 def _master(engine: Engine, param: torch.Tensor) -> SavedTensor:
-    """The float32 values of a boosted 16-bit parameter, with the user's edits."""
+    """Returns the float32 values of a boosted 16-bit parameter, with the user's edits."""
     index = engine.index_of[param]  # type: ignore[index]
     session = engine.session
 
@@ -322,7 +329,8 @@ def _describe_group(position: int, group: dict[str, Any], names: Sequence[str]) 
 def _reconcile(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """Puts the user's edits of the 16-bit weights into the master, as the next update would do.
 
-    An edited element is one that the master does not round to.
+    An element has been edited where the master does not round to it. Changes the master in place
+    and returns it.
     """
     weights = param.detach().cpu()
     flat = weights.as_strided((weights.numel(),), (1,), weights.storage_offset())
@@ -347,9 +355,18 @@ def save_optimizer(
 ) -> Saving:
     """Writes an optimizer to a directory of its own; see Booster.save_optimizer.
 
+    Args:
+        optimizer: Boosted or not.
+        directory: Directory to write; replaced as a whole if it exists, but files that castor did
+            not write stay.
+        model: Names the parameters of an optimizer that is not boosted.
+        max_bytes: Bytes of tensors in one file; None: one file.
+        reading: The snapshot that the save reads, where training goes on meanwhile or several
+            ranks write; None: this process writes alone, and training waits.
+
     Raises:
         CheckpointError: The state cannot be saved.
-        IoError: The disk refuses; what was there before is untouched.
+        IoError: The disk refuses; `directory` is what it was.
         UsageError: See names_of.
     """
     state = state_of_optimizer(optimizer, model, share_of(reading))
@@ -368,10 +385,16 @@ def save_optimizer(
 def write_optimizer(
     state: OptimizerState, entries: dict[str, FileEntry], staging: Path, previous: Path
 ) -> FileEntry:
-    """Writes what an optimizer's directory has beside tensors, whose files are `entries`.
+    """Completes an optimizer's directory: optimizer.json, the user's files, the manifest.
+
+    Args:
+        state: State of the optimizer.
+        entries: Manifest entries of the tensors' files, which have been written.
+        staging: Directory that has these files.
+        previous: Directory that will be replaced.
 
     Returns:
-        The entry of its manifest.
+        The entry of the directory's manifest.
 
     Raises:
         OSError: The disk refuses.

@@ -1,4 +1,4 @@
-"""Reading an optimizer's state: matched by parameter name, checked, then loaded."""
+"""Loads of optimizer state: matched by parameter name, checked, then put in place."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from castor.runtime.shards import fill, own_shard
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerLoad:
-    """A checked load; `apply` cannot fail for what the checkpoint holds."""
+    """A checked load of an optimizer; nothing in the checkpoint can make `apply` fail any more."""
 
     optimizer: Optimizer
     names: dict[torch.Tensor, str]
     stored: dict[str, StoredTensor]
     numbers: dict[str, dict[str, Any]]
     of_no_parameter: dict[Any, Any]
-    """Values in `state` beside the entries of parameters."""
+    """Values in `state` that belong to no parameter."""
     groups: list[dict[str, Any]]
-    """Options of the optimizer's own groups, in its order."""
+    """Options for each of the optimizer's own groups, in its order."""
     loss_scaler: dict[str, float | int] | None
     rounding_seed: int | None
-    """None where the saved format does not round."""
+    """Seed of the rounding of moments; None: the saved format does not round."""
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Puts state, options, masters and loss scale in place."""
+        """Puts state, options, masters, loss scale and rounding seed in place."""
         driver = driver_of(self.optimizer)
         if driver is not None:
             driver.engine.session.begin_load(weights="none", states=True)
@@ -53,7 +53,7 @@ class OptimizerLoad:
                 path: stack.enter_context(safe_open(path, framework="pt"))
                 for path in sorted({entry.path for entry in self.stored.values()})
             }
-            # These are mapped from the files: nothing is read before it is copied.
+            # Tensors are mapped from the files: nothing is read before it is copied.
             entries: dict[str, dict[str, Any]] = {name: {} for name in self.names.values()}
             params = {name: param for param, name in self.names.items()}
             for key, entry in self.stored.items():
@@ -85,7 +85,7 @@ class OptimizerLoad:
         for param, name in self.names.items():
             if entries[name]:
                 state[positions[param]] = {
-                    # torch's optimizers keep these very tensors: give them memory of their own.
+                    # torch's optimizers keep the tensors they are given, so give them copies.
                     key: value.clone() if isinstance(value, torch.Tensor) and not copies else value
                     for key, value in entries[name].items()
                 }
@@ -131,11 +131,12 @@ def _keeps_masters(optimizer: Optimizer) -> bool:
 def prepare_load_optimizer(
     optimizer: Optimizer, directory: Path, model: nn.Module | None
 ) -> ReadyLoad[None]:
-    """A load of an optimizer's directory, checked; see Booster.load_optimizer.
+    """Checks an optimizer's directory, and returns the load of it; see Booster.load_optimizer.
 
     Raises:
-        CheckpointError: It is damaged, or of another optimizer; nothing was changed.
-        UsageError: See names_of; or the run is broken, and has more optimizers than this.
+        CheckpointError: The state is damaged or that of another optimizer; nothing was changed.
+        UsageError: The parameters have no names (see names_of), or the run is broken and has more
+            optimizers than this one.
     """
     driver = driver_of(optimizer)
     if driver is not None and driver.num_optimizers > 1 and not driver.engine.session.whole:
@@ -155,7 +156,7 @@ def prepare_optimizer(
     """Compares a verified state with `optimizer`; changes nothing.
 
     Raises:
-        CheckpointError: They do not match.
+        CheckpointError: State and optimizer do not match.
         UsageError: See names_of.
     """
     path = directory / DESCRIPTION
@@ -195,13 +196,16 @@ def _match_groups(
     names: dict[torch.Tensor, str],
     others: set[str],
 ) -> list[dict[str, Any]]:
-    """The saved options for each of the optimizer's groups.
+    """Returns the options for each of the optimizer's groups, saved ones over its own.
 
     Args:
         saved: Groups of the checkpoint.
-        optimizer: To be loaded.
-        names: Of its parameters.
-        others: Names of parameters that other ranks have.
+        optimizer: The optimizer to load into.
+        names: Names of the optimizer's parameters.
+        others: Names of parameters that only other ranks have.
+
+    Raises:
+        CheckpointError: The saved groups have other parameters, or divide them in another way.
     """
     group_of = {name: i for i, group in enumerate(saved) for name in group["params"]}
     own = others.union(names.values())
@@ -222,7 +226,7 @@ def _match_groups(
                 f"parameters '{first}' and '{second}' were saved in different groups and are in "
                 "one now: their options differ; build the groups as they were"
             )
-        # Options that only this class has keep their values.
+        # Options that the saved groups do not have keep their values.
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         for position in sources:
             options |= decode(saved[position]["options"])
@@ -236,7 +240,14 @@ def _check_kind(
     stored: dict[str, StoredTensor],
     numbers: dict[str, dict[str, Any]],
 ) -> None:
-    """Optimizers of one rule read each other's states; others need their own class."""
+    """Checks that the optimizer can read the saved class's state.
+
+    Optimizers with the same update rule read each other's states. Any other optimizer reads only
+    states of its own class.
+
+    Raises:
+        CheckpointError: The saved state is that of another kind of optimizer.
+    """
     if type(optimizer).__name__ == saved["optimizer"]:
         return
     fields = {key.rpartition(".")[2] for key in stored}
@@ -257,7 +268,12 @@ def _check_entries(
     stored: dict[str, StoredTensor],
     groups: list[dict[str, Any]],
 ) -> None:
-    """Shapes, and what a rule needs where one runs the optimizer."""
+    """Checks the shapes of saved states, and whether the optimizer's update rule can use them.
+
+    Raises:
+        CheckpointError: A state has another shape than its parameter, belongs to no parameter of
+            the optimizer, or does not suit the rule that runs it.
+    """
     params = {name: param for param, name in names.items()}
     driver = driver_of(optimizer)
     engines = [] if driver is None else [driver.engine]

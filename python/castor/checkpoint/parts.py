@@ -1,4 +1,4 @@
-"""Whole tensors of models of which each rank has parts."""
+"""Full tensors of models of which each rank has shards."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from castor.checkpoint.shares import Share
 
 ParamOf = Callable[[str], torch.Tensor | None]
-"""The parameter that a key is of, if there is one."""
+"""Function that returns the parameter of a key; None: the key's tensor belongs to none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Described:
-    """The tensors of ranks with some stages, without values."""
+    """A description of the tensors of one pipeline stage, without values."""
 
     stage: int
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    """By key, in their order; shapes are those of whole tensors."""
+    """(dtype, full shape) of each tensor by key, in order."""
     numbers: Mapping[str, dict[str, Any]]
-    """Other entries, by parameter."""
+    """Entries that are no tensors, by parameter."""
 
 
 def model_in_whole(
@@ -47,15 +47,15 @@ def model_in_whole(
     """Returns the full tensors that ranks with shards of a model write together. Collective.
 
     Args:
-        engine: Of the model.
-        tensors: This rank's, by key.
+        engine: Engine of the model.
+        tensors: This rank's tensors, by key.
         param_of: See ParamOf.
-        share: This rank's of the work.
-        order: All keys, as one process has them; empty: those of this rank.
+        share: This rank's share of the work.
+        order: All keys of the full model, in order; empty: the keys that the ranks have.
 
     Returns:
-        In that order; under all keys of what is tied. Tensors of which
-        this rank writes nothing are on the meta device.
+        Tensors by key, in that order. A tied tensor is under each of its keys. Tensors of which
+        this rank writes nothing are placeholders on the meta device.
     """
     found, _ = _of_all(engine, tensors, {}, param_of, share)
     return {key: found[key] for key in order or found if key in found}
@@ -69,7 +69,19 @@ def optimizer_in_whole(
     param_of: ParamOf,
     share: Share,
 ) -> tuple[dict[str, SavedTensor], dict[str, dict[str, Any]], Sequence[Sequence[str]]]:
-    """Does for optimizers what model_in_whole does: (tensors, other entries, names by group)."""
+    """Returns the full optimizer state that ranks with shards of a model write. Collective.
+
+    Args:
+        engine: Engine of the model.
+        tensors: This rank's tensors, by "<parameter>.<entry>".
+        numbers: This rank's entries that are no tensors, by parameter.
+        groups: Names of the parameters in each of this rank's groups.
+        param_of: See ParamOf.
+        share: This rank's share of the work.
+
+    Returns:
+        Tensors as from model_in_whole, other entries by parameter, and parameter names by group.
+    """
     found, others = _of_all(engine, tensors, numbers, param_of, share)
     whole = engine.parts.whole_model if engine.parts else None
     if whole is None:
@@ -87,7 +99,13 @@ def optimizer_in_whole(
 def shards_in_whole(
     model: nn.Module | None, tensors: Mapping[str, SavedTensor], kind: str
 ) -> dict[str, SavedTensor]:
-    """Makes full tensors of torch's shards in their turn; `kind` names the ranks' lookup."""
+    """Replaces DTensors by tensors that gather their full values when they are written.
+
+    Args:
+        model: The model whose parameters torch has sharded.
+        tensors: Tensors by key.
+        kind: "model" or "optimizer": where the other ranks look up a key, see PartsOf.
+    """
     saved = dict(tensors)
     for key, tensor in tensors.items():
         if is_dtensor(tensor):
@@ -105,7 +123,10 @@ def _of_all(
     param_of: ParamOf,
     share: Share,
 ) -> tuple[dict[str, SavedTensor], dict[str, dict[str, Any]]]:
-    """(tensors, other entries) of all stages; what several have is the first's to write."""
+    """Returns (tensors, other entries) of all stages. Collective.
+
+    A tensor that several stages have is written by the first of them.
+    """
     parts = engine.parts
     assert parts is not None
     own = _own(parts, tensors, param_of)
@@ -144,13 +165,13 @@ def _own(
             own[key] = replace(tensor, shape=shape, runs=runs)
         elif parts.has_first_part:
             own[key] = tensor
-        else:  # step counts and what no layer's part is are the same on all of these ranks
+        else:  # step counts and tensors without shards are the same on all of these ranks
             own[key] = _without_values(tensor.dtype, tuple(tensor.shape))
     return own
 
 
 def shape_of_scales(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the shape of the scales of block-rounded moments."""
+    """Returns the shape of the scales of block-rounded moments of a tensor: (blocks, 2)."""
     return -(-math.prod(shape) // _C.MOMENT_BLOCK), 2
 
 
@@ -160,7 +181,7 @@ def _without_values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def values_of(tensor: SavedTensor) -> torch.Tensor:
-    """In memory of the host."""
+    """Returns the tensor's values on the CPU, computed if they have to be."""
     if isinstance(tensor, ComputedTensor):
         return tensor.compute()
     return tensor.detach().cpu()
@@ -175,7 +196,14 @@ def whole_shape(engines: list[Engine], tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def local_shard(engine: Engine, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard of a full parameter's tensor, or of its blocks; else all."""
+    """Returns this rank's shard of a full tensor that belongs to a parameter.
+
+    Args:
+        engine: Engine of the parameter.
+        param: The parameter.
+        whole: Tensor of the parameter's full shape, or scales of its blocks. A tensor of any other
+            shape, and that of a parameter without shards, is returned as it is.
+    """
     parts = engine.parts
     shape = parts.whole_shape(param) if parts else None
     if parts is None or shape is None:
@@ -185,19 +213,19 @@ def local_shard(engine: Engine, param: torch.Tensor, whole: torch.Tensor) -> tor
 
 
 def keys_in_whole(engine: Engine) -> Iterable[str]:
-    """All keys of a model of which this rank has some; empty: it has all of them."""
+    """Returns all keys of a model of which this rank has some; empty: this rank has all of them."""
     whole = engine.parts.whole_model if engine.parts else None
     return () if whole is None else whole.tensors
 
 
 def adapters_in_whole(engines: Iterable[Engine]) -> Mapping[str, Mapping[str, str]] | None:
-    """Keys of adapters' files where this rank has some stages; see WholeModel.adapters."""
+    """Returns WholeModel.adapters of a model with pipeline stages; None: there is none."""
     wholes = (engine.parts.whole_model for engine in engines if engine.parts)
     return next((whole.adapters for whole in wholes if whole), None)
 
 
 def names_in_whole(engine: Engine) -> list[str]:
-    """Names of the engine's parameters, as all of the model has them."""
+    """Returns the names that the engine's parameters have in the full model."""
     whole = engine.parts.whole_model if engine.parts else None
     return engine.names if whole is None else [whole.first_key(name) for name in engine.names]
 
@@ -205,11 +233,15 @@ def names_in_whole(engine: Engine) -> list[str]:
 def own_targets(
     engine: Engine, targets: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, tuple[int, ...]]]]:
-    """(what this rank has by all its keys in the whole model, the tensors of others there).
+    """Separates this rank's tensors of the full model from those that only other ranks have.
 
     Args:
-        engine: Of the model.
-        targets: What this rank has by its own keys.
+        engine: Engine of the model.
+        targets: This rank's tensors, by its own keys.
+
+    Returns:
+        This rank's tensors by all their keys in the full model. Then (number, full shape) of each
+        tensor that only other ranks have, by key.
     """
     whole = engine.parts.whole_model if engine.parts else None
     if whole is None:
@@ -219,7 +251,7 @@ def own_targets(
 
 
 def names_of_others(engine: Engine) -> set[str]:
-    """Returns the names of trained parameters that other ranks have."""
+    """Returns the names of the optimizer's parameters that only other ranks have."""
     whole = engine.parts.whole_model if engine.parts else None
     if whole is None:
         return set()

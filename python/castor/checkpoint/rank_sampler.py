@@ -1,4 +1,4 @@
-"""One order of samples that ranks share, and where in it they are together."""
+"""A sampler whose ranks share one order of samples and one position in it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch.utils.data import DistributedSampler
 class RankSampler(DistributedSampler[Any]):
     """A DistributedSampler that can begin anywhere in its epoch's order.
 
-    Of the samples that are left rank r takes each n-th from the r-th, so that what n ranks have
-    taken so far is a beginning of the order: as many ranks as there are go on behind it.
+    Rank r of n takes samples r, r + n, r + 2n and so on of the samples that are left. So the
+    samples that all ranks have taken are always a prefix of the order. Any number of ranks can go
+    on behind it.
     """
 
     begin = 0
-    """Number of samples of the epoch that are not handed out."""
+    """Number of samples at the beginning of the epoch's order that are skipped."""
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices of the epoch."""
+        """Returns this rank's sample indices of the epoch, from `begin` on."""
         if self.begin == 0:
             return super().__iter__()
         whole: DistributedSampler[Any] = DistributedSampler(
@@ -38,16 +39,16 @@ class RankSampler(DistributedSampler[Any]):
 
     @property
     def order(self) -> dict[str, Any]:
-        """Returns the values that decide an epoch's order, by their names in messages."""
+        """Values that decide an epoch's order, by their names in messages."""
         num_samples = len(self.dataset)  # type: ignore[arg-type]
         return {"num_samples": num_samples, "shuffle": self.shuffle, "seed": self.seed}
 
     def taken(self, batches: int, batch_size: int) -> int:
-        """Returns the number of samples that all ranks have taken together.
+        """Returns the number of samples that all ranks have taken together in this epoch.
 
         Args:
-            batches: Handed out on each rank, from `begin` on.
-            batch_size: Samples in a batch of one rank.
+            batches: Number of batches handed out on each rank, from `begin` on.
+            batch_size: Number of samples in a batch of one rank.
         """
         step = batch_size * self.num_replicas
         taken, end = self.begin + batches * step, self.order["num_samples"]

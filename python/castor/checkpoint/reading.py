@@ -1,4 +1,4 @@
-"""A moment of boosted models, which a save reads while training goes on, or together with ranks."""
+"""Snapshots of boosted models, which a save reads beside the training or together with ranks."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from castor.config.memory import host_memory
 from castor.runtime.engine import Engine
 
 Saving = Iterator[Path]
-"""A save in two halves: it yields where it will be when all that is of the moment has been taken,
-and writes what boosted models hold behind that."""
+"""A save in two halves. It yields the checkpoint's path once it has taken the snapshot. When it is
+resumed, it writes the files, among them the tensors that boosted models hold."""
 
 Write = Callable[[Path, Mapping[str, Tensors]], dict[str, FileEntry]]
-"""Writes safetensors files of a directory, by name."""
+"""Function that writes safetensors files into a directory, as write_files does."""
 
 _PART_OF_MEMORY = 2
-"""Divisor of the machine's free memory that copies take: training may come to need more."""
+"""Copies take the machine's free memory divided by this: training may come to need more."""
 
 
 class Reading:
-    """A moment of boosted models, for one save.
+    """A snapshot of boosted models, for one save.
 
-    Where training goes on meanwhile, the save reads copies of chunks, of as many as there is memory
-    for: it makes them itself, but for those of which somebody would write the chunk before, who
-    does. Whatever would write one of the others waits until the save has read all that it takes of
-    it: updates, and torch's operators.
+    Where training goes on meanwhile, the save copies as many chunks as there is memory for. The
+    save's thread makes the copies. If somebody is about to write a chunk before that, the writer
+    makes its copy. Updates and torch's operators that would write a chunk without a copy wait until
+    the save has read all that it takes of the chunk.
     """
 
     def __init__(self, engines: Sequence[Engine], share: Share | None, *, later: bool) -> None:
-        """Begins: weights and states stay as they are now.
+        """Begins the snapshot: the save reads weights and states as they are now.
 
         Args:
-            engines: Of what is saved.
-            share: This rank's part of the work; None: this process does it all.
-            later: Whether training goes on meanwhile.
+            engines: Engines of the models that are saved.
+            share: This rank's share of the work; None: this process does all of it.
+            later: Whether training goes on while the save reads.
 
         Raises:
             UsageError: The weights are between two steps, or a step has failed.
@@ -64,9 +64,10 @@ class Reading:
             raise
 
     def take(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-        """The tensors, to be written later: each chunk is let go behind its last.
+        """Returns the tensors in a form that can be written later.
 
-        What no session holds is copied (buffers, step counts), if training goes on meanwhile.
+        A chunk is released when the last tensor taken from it has been written. Tensors outside
+        chunks (buffers, step counts) are copied to the CPU now, if training goes on meanwhile.
         """
         taken = dict(tensors)
         for key, tensor in tensors.items():
@@ -82,11 +83,16 @@ class Reading:
 
     @property
     def follows(self) -> bool:
-        """Whether this rank writes its part of the tensors, and another one all the rest."""
+        """Whether this rank writes only its share of the tensors, and rank 0 all the rest."""
         return self.share is not None and not self.share.first
 
     def follow(self, target: Path, needed: int, files: Mapping[str, Tensors]) -> None:
-        """Writes this rank's share of the files, where another rank leads.
+        """Writes this rank's share of the files, where rank 0 leads.
+
+        Args:
+            target: Directory of the checkpoint, for messages.
+            needed: Bytes that all ranks write at most, for messages.
+            files: Tensors by path of the file.
 
         Raises:
             IoError: The disk refuses.
@@ -95,7 +101,14 @@ class Reading:
             self.write(None, files)
 
     def write(self, directory: Path | None, files: Mapping[str, Tensors]) -> dict[str, FileEntry]:
-        """Writes safetensors files of a directory, by itself or with other ranks: see Share.write.
+        """Writes safetensors files into a directory, alone or with other ranks.
+
+        Args:
+            directory: Directory to write into; None: rank 0 tells it.
+            files: Tensors by path of the file; see Share.write and write_files.
+
+        Returns:
+            Size and checksums of each file.
 
         Raises:
             OSError: The disk refuses.
@@ -112,7 +125,7 @@ class Reading:
             return write_files(directory, files, self._pace)
 
     def let_go_of_the_rest(self) -> None:
-        """All has been taken: chunks of which nothing was are free, others may be copied."""
+        """Ends the taking: releases chunks of which nothing was taken, begins copies of others."""
         for engine, left in self._chunks.items():
             for chunk in {engine.session.chunk_of(i) for i in range(len(engine.params))}:
                 if left[chunk] == 0:
@@ -121,7 +134,7 @@ class Reading:
             self._begin_copies()
 
     def _begin_copies(self) -> None:
-        """Begins the copies, first of chunks that would be held longest."""
+        """Begins copies of chunks; those that would be held longest come first."""
         ranks = 1 if self.share is None else self.share.num_ranks
         most = host_memory().available_bytes // (_PART_OF_MEMORY * ranks)
         for engine, left in self._chunks.items():
@@ -130,22 +143,21 @@ class Reading:
             most -= engine.session.begin_copies(chunks, states=states, most=most)
 
     def hurry(self) -> None:
-        """Somebody waits for the save."""
+        """Makes the save run at full speed, because somebody waits for it."""
         if self._pace is not None:
             self._pace.hurry()
 
     def await_not_held(self) -> None:
-        """Returns when all has been written whose memory others than castor may write.
+        """Waits until the save has read every chunk that castor cannot keep others from writing.
 
-        Somebody has a view of it that was made before, which nothing holds back; or it is a
-        device's.
+        Such a chunk is on a device, or somebody has an older view of its memory.
         """
         for engine, chunks in self._not_held.items():
             for chunk in chunks:
                 engine.session.await_read(chunk)
 
     def end(self) -> None:
-        """Lets everything go."""
+        """Ends the snapshot and releases all chunks."""
         for engine in self._not_held:
             engine.session.end_reads()
 
@@ -160,12 +172,12 @@ class Reading:
 
 
 def taken(reading: Reading | None, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    """Returns the tensors that are written for `tensors`: later, if there is a Reading."""
+    """Returns the tensors to write: those of Reading.take, or `tensors` where `reading` is None."""
     return dict(tensors) if reading is None else reading.take(tensors)
 
 
 def share_of(reading: Reading | None) -> Share | None:
-    """This rank's part of the work, where several write."""
+    """Returns this rank's share of the work; None: this process writes alone."""
     return None if reading is None else reading.share
 
 
@@ -175,13 +187,13 @@ def write_of(reading: Reading | None) -> Write:
 
 
 def at_once(saving: Saving) -> Path:
-    """Does both halves of a save; returns where it is."""
+    """Runs both halves of a save; returns the checkpoint's path."""
     path = next(saving)
     rest(saving)
     return path
 
 
 def rest(saving: Saving) -> None:
-    """Does the second half."""
+    """Runs the second half of a save."""
     for _ in saving:
         raise AssertionError("a save yields once")

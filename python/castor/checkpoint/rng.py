@@ -12,11 +12,11 @@ import torch
 from castor.errors import CheckpointError
 
 Snapshot = dict[str, Any]
-"""Generator to state, of types that castor.checkpoint.values can encode."""
+"""State of each generator by its name, in types that castor.checkpoint.values can encode."""
 
 
 def snapshot() -> Snapshot:
-    """The states now: torch's CPU generator, `random`, CUDA's and numpy's where in use."""
+    """Returns the states of torch's CPU generator and `random`, and of CUDA and numpy if in use."""
     version, numbers, gauss = random.getstate()
     states: Snapshot = {
         "torch": torch.get_rng_state(),
@@ -38,7 +38,7 @@ def snapshot() -> Snapshot:
 
 
 def differing(before: Snapshot, after: Snapshot) -> list[str]:
-    """The generators that both have in different states."""
+    """Returns the names of generators that both snapshots have, in different states."""
     return [name for name in before if name in after and not _same(before[name], after[name])]
 
 
@@ -51,7 +51,11 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def check(states: Snapshot) -> None:
-    """Raises CheckpointError if this process cannot take over the states."""
+    """Checks that this process can restore the states.
+
+    Raises:
+        CheckpointError: The states are those of another number of CUDA devices.
+    """
     if "cuda" in states and torch.cuda.is_available():
         own, saved = torch.cuda.device_count(), len(states["cuda"])
         if own != saved:
@@ -62,7 +66,7 @@ def check(states: Snapshot) -> None:
 
 
 def restore(states: Snapshot) -> None:
-    """Sets every generator back to what `snapshot` saw; those absent here are left out."""
+    """Restores the states of a snapshot; generators that this process lacks are left out."""
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["python"]
     random.setstate((version, struct.unpack(f"<{len(numbers) // 4}I", numbers), gauss))
@@ -71,7 +75,7 @@ def restore(states: Snapshot) -> None:
     if "numpy" in states:
         try:
             import numpy as np
-        except ImportError:  # then nothing can draw from it
+        except ImportError:  # without numpy nothing can draw from its generator
             return
         kind, keys, position, has_gauss, cached = states["numpy"]
         np.random.set_state(

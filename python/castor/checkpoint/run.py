@@ -1,4 +1,4 @@
-"""Whole runs: model, optimizer, scheduler, data position and random states in one directory."""
+"""Checkpoints of runs: model, optimizer, scheduler, data position and random states together."""
 
 from __future__ import annotations
 
@@ -52,15 +52,19 @@ class CheckpointInfo:
     """The values that booster.load found beside the states."""
 
     step: int
-    """Optimizer steps that the run had taken."""
+    """Number of optimizer steps that the run had taken."""
     extra: Any
     """The `extra` that booster.save was given."""
     path: Path
-    """The directory that was read."""
+    """Directory that was read."""
 
 
 def process_state(dataloader: Any) -> dict[str, Any]:
-    """Returns a process's own random states and data position, as JSON holds them."""
+    """Returns a process's own random states and data position, as JSON.
+
+    Raises:
+        UsageError: The dataloader has no state_dict.
+    """
     return {
         "dataloader": None if dataloader is None else _position_of(dataloader),
         "rng": encode(rng.snapshot(), "rng"),
@@ -82,8 +86,18 @@ def save(
 ) -> Saving:
     """Writes a run's checkpoint; see Booster.save.
 
-    `processes`: process_state of each rank; `reading`: where training goes on
-    meanwhile, or other ranks take part.
+    Args:
+        root: Directory that gets the checkpoint as `step-<number>`.
+        model: Boosted or not.
+        optimizers: All optimizers of a boosted model, or none.
+        lr_scheduler: Any object with a state_dict, or None.
+        processes: process_state of each rank, in rank order.
+        step: Number of the step; None: the boosted model's own count.
+        extra: Any value that castor.checkpoint.values.encode takes.
+        keep: Number of complete checkpoints to leave in `root`; None: all of them.
+        max_bytes: Bytes of tensors in one file; None: one file.
+        reading: The snapshot that the save reads, where training goes on meanwhile or several
+            ranks write; None: this process writes alone, and training waits.
     """
     number = _step_number(model, step)
     if keep is not None:
@@ -130,7 +144,7 @@ Parts = dict[str, dict[str, dict[str, SavedTensor]]]
 def parts_and_files(
     weights: Mapping[str, SavedTensor], states: Sequence[OptimizerState], max_bytes: int | None
 ) -> tuple[Parts, dict[str, dict[str, SavedTensor]]]:
-    """The tensors of a run, and again by path of the file."""
+    """Returns a run's tensors twice: by directory and file, and by path of the file."""
     parts = {"model": split(weights, "model", max_bytes)}
     for part, state in zip(_parts_of(states), states, strict=True):
         parts[part] = state.files(max_bytes)
@@ -147,16 +161,16 @@ def seal_run(
     about: Mapping[str, Any],
     written: Mapping[str, FileEntry],
 ) -> None:
-    """Writes what a run's directory has beside tensors and configs.
+    """Completes a run's directory: descriptions, trainer.json, the user's files and manifests.
 
     Args:
-        staging: Has the files of `parts`.
-        previous: The directory that will be replaced.
-        parts: What was written.
-        states: Of the optimizers.
-        trainer: The document of trainer.json.
+        staging: Directory that already has the files of `parts`, and the configs.
+        previous: Directory that will be replaced.
+        parts: Tensors that were written, by directory and file.
+        states: States of the optimizers.
+        trainer: Document of trainer.json.
         about: See about_model.
-        written: Entries of the files, by path.
+        written: Manifest entries of the written files, by path.
 
     Raises:
         OSError: The disk refuses.
@@ -180,7 +194,7 @@ def seal_run(
 
 
 def _parts_of(optimizers: Sequence[Any]) -> list[str]:
-    """Directories of their states."""
+    """Returns the directory of each optimizer's state, in order."""
     if len(optimizers) == 1:
         return ["optimizer"]
     return [f"optimizer-{i}" for i in range(len(optimizers))]
@@ -214,12 +228,15 @@ def _position_of(dataloader: Any) -> dict[str, Any]:
 
 
 def _position_class(dataloader: Any) -> str:
-    """Returns the class that writes the state_dict: a wrapping loader may pass on another's."""
+    """Returns the name of the class that writes the state_dict.
+
+    A loader that wraps another one may pass on the inner loader's state.
+    """
     return str(getattr(dataloader, "position_class", type(dataloader).__name__))
 
 
 def _whole_steps(root: Path) -> list[tuple[int, Path]]:
-    """The complete checkpoints in `root`, oldest first."""
+    """Returns (step, path) of each complete checkpoint in `root`, lowest step first."""
     found = []
     for path in root.iterdir():
         match = _STEP.fullmatch(path.name)
@@ -237,7 +254,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _prune(root: Path, newest: int, keep: int) -> None:
-    """Deletes the oldest of the checkpoints up to `newest`; those of later steps are not ours."""
+    """Deletes all but the `keep` last checkpoints up to step `newest`; leaves later steps alone."""
     steps = [(number, path) for number, path in _whole_steps(root) if number <= newest]
     for _, path in steps[:-keep]:
         with os_errors(path, "delete"):
@@ -245,7 +262,7 @@ def _prune(root: Path, newest: int, keep: int) -> None:
 
 
 def latest(root: Path) -> Path | None:
-    """The complete checkpoint of the highest step in `root`; see Booster.latest."""
+    """Returns the complete checkpoint of the highest step in `root`; see Booster.latest."""
     if not root.is_dir():
         return None
     recover_all(root)
@@ -262,7 +279,7 @@ def prepare_load(
     *,
     rank: int,
 ) -> ReadyLoad[CheckpointInfo]:
-    """A load of a run's checkpoint, checked; see Booster.load."""
+    """Checks a run's checkpoint, and returns the load that applies it; see Booster.load."""
     directory = find(path)
     verify(directory, RUN_MANIFEST)
     trainer = read_trainer(directory)
@@ -320,10 +337,10 @@ def prepare_load(
 
 
 def read_trainer(directory: Path) -> dict[str, Any]:
-    """Reads what a verified run's directory has beside model and optimizers.
+    """Reads trainer.json of a run's directory, which has been verified.
 
     Raises:
-        CheckpointError: It is of another format.
+        CheckpointError: The file has another format.
     """
     file = directory / "trainer.json"
     trainer: dict[str, Any] = json.loads(file.read_bytes())
@@ -335,16 +352,16 @@ def read_trainer(directory: Path) -> dict[str, Any]:
 
 
 def optimizer_parts(directory: Path) -> list[str]:
-    """Directories of a run's optimizers, in their order."""
+    """Returns the directory names of a run's optimizers, in their order."""
     names = [part.name for part in directory.iterdir() if _OPTIMIZER.fullmatch(part.name)]
     return sorted(names, key=lambda name: (len(name), name))
 
 
 def find(path: Path) -> Path:
-    """The checkpoint that a path stands for: itself, or the newest of a run.
+    """Returns the checkpoint that a path stands for: the path itself, or the newest step in it.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no complete checkpoint.
     """
     recover(path)
     if (path / RUN_MANIFEST).exists() or _STEP.fullmatch(path.name):

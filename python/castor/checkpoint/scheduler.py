@@ -16,10 +16,11 @@ _FORMAT = "castor-lr-scheduler-1"
 
 
 def scheduler_document(scheduler: Any) -> dict[str, Any]:
-    """A scheduler's class and state, as JSON.
+    """Returns a scheduler's class and state, as JSON.
 
     Raises:
-        CheckpointError: The state holds what JSON cannot; the message names the key.
+        CheckpointError: The scheduler has no state_dict, or its state holds a value that JSON
+            cannot; the message names the key.
     """
     if not hasattr(scheduler, "state_dict"):
         raise CheckpointError(f"the lr_scheduler is a {type(scheduler).__name__}: no state_dict")
@@ -28,10 +29,10 @@ def scheduler_document(scheduler: Any) -> dict[str, Any]:
 
 
 def scheduler_state(document: dict[str, Any], scheduler: Any, path: Path) -> Any:
-    """The state in a document, for the scheduler's load_state_dict.
+    """Returns the state in a document, for the scheduler's load_state_dict.
 
     Raises:
-        CheckpointError: It is that of another class.
+        CheckpointError: The state is that of another class.
     """
     if document["class"] != type(scheduler).__name__:
         raise CheckpointError(
@@ -42,7 +43,7 @@ def scheduler_state(document: dict[str, Any], scheduler: Any, path: Path) -> Any
 
 
 def save_lr_scheduler(scheduler: Any, path: Path) -> None:
-    """Writes one JSON file; see Booster.save_lr_scheduler.
+    """Writes a scheduler to one JSON file; see Booster.save_lr_scheduler.
 
     Raises:
         CheckpointError: See scheduler_document.
@@ -57,9 +58,9 @@ def save_lr_scheduler(scheduler: Any, path: Path) -> None:
 
 
 def load_lr_scheduler(scheduler: Any, path: Path) -> None:
-    """Reads what save_lr_scheduler wrote.
+    """Loads the file that save_lr_scheduler wrote into a scheduler.
 
     Raises:
-        CheckpointError: The file is damaged or of another class of scheduler.
+        CheckpointError: The file is missing, damaged or that of another class of scheduler.
     """
     scheduler.load_state_dict(scheduler_state(read_sealed(path, _FORMAT), scheduler, path))

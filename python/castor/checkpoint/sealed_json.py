@@ -1,4 +1,4 @@
-"""JSON documents that carry their own checksum: one text for each document, any change shows."""
+"""JSON documents that carry their own checksum, each with one canonical text."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ _SEAL = "checksum"
 
 
 def canonical(document: Any) -> bytes:
-    """The one text of a document: sorted keys, no spaces, ASCII, no NaN."""
+    """Returns the canonical text of a document: sorted keys, no spaces, ASCII, no NaN."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("ascii")
 
 
 def seal(document: dict[str, Any]) -> bytes:
-    """The canonical text of `document` with its XXH3-128 in it, under "checksum"."""
+    """Returns the canonical text of `document` with its XXH3-128 added under "checksum"."""
     return canonical({**document, _SEAL: xxhash.xxh3_128_hexdigest(canonical(document))})
 
 
 def unseal(raw: bytes, path: Path, format_name: str) -> dict[str, Any]:
-    """Reads what `seal` wrote.
+    """Returns the document whose text `seal` made, after a check of its checksum.
 
     Args:
         raw: Contents of the file.
-        path: For errors.
-        format_name: What the document's "format" must be.
+        path: Path of the file, for errors.
+        format_name: Value that the document's "format" must have.
 
     Raises:
-        CheckpointError: Any byte differs from what was written, or it is of another format.
+        CheckpointError: A byte differs from what was written, or the format is another one.
     """
     try:
         document = json.loads(raw)
         checksum = document.pop(_SEAL)
         intact = raw == canonical({**document, _SEAL: checksum})
         intact = intact and checksum == xxhash.xxh3_128_hexdigest(canonical(document))
-    # Whatever JSON a damaged text comes to, it is not what was written.
+    # A damaged text may be any JSON, or none.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         intact = False
     if not intact:
@@ -59,7 +59,7 @@ def read_sealed(path: Path, format_name: str) -> dict[str, Any]:
     """Reads a sealed document from a file.
 
     Raises:
-        CheckpointError: The file is missing, unreadable or damaged.
+        CheckpointError: The file is missing, unreadable, damaged or of another format.
     """
     try:
         raw = path.read_bytes()

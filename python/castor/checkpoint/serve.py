@@ -17,20 +17,27 @@ from castor.runtime.boosted_model import compiled_from
 
 
 class PartsOf:
-    """Looks up what shards_in_whole asks for: castor.runtime.model_parts.OwnParts."""
+    """Lookup of this rank's shards by the keys of shards_in_whole.
+
+    Implements castor.runtime.model_parts.OwnParts.
+    """
 
     def __init__(self, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
-        """Collects nothing yet.
+        """Stores the arguments; tensors are collected at the first lookup.
 
         Args:
-            model: That is saved, if one is.
-            optimizers: That are saved.
+            model: The model that is saved; None: only optimizers are.
+            optimizers: The optimizers that are saved.
         """
         self._model = model
         self._optimizers = optimizers
 
     def find(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(parameter, this process's part of a tensor of it)."""
+        """Returns (parameter, this process's shard of the parameter or of a state of it).
+
+        Args:
+            key: "model:<state_dict key>" or "optimizer:<parameter>.<entry>".
+        """
         kind, _, name = key.partition(":")
         param, tensor = self._of(kind)[name]
         return param, values_of(tensor)

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: each writes what it keeps, into the same files at once."""
+"""Checkpoints of several ranks: all write their shards into the same files at once."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ from castor.runtime.ranks import Peers, sendable
 from castor.runtime.waits import served_by_another
 
 _MOST_RUNS = 1024
-"""A tensor of which a rank has more runs than this is written by its elements."""
+"""Largest number of runs of a rank's shard; with more, its elements are written one by one."""
 
 
 class Share:
-    """One rank's of a save that all ranks of a model make together.
+    """One rank's share of a save that all ranks of a model make together.
 
-    The ranks' parts of every tensor are disjoint runs of bytes, in files whose size is known before
-    anything is written; rank 0 does all that is no tensor. What one rank raises every rank does, at
-    its next call.
+    The ranks' shards of every tensor are disjoint runs of bytes. The size of each file is known
+    before anything is written. Rank 0 also writes everything that is no tensor. An exception on one
+    rank is raised on every rank, at its next collective call.
     """
 
     def __init__(self, peers: Peers, *, writes_whole: bool) -> None:
-        """Every rank makes one, for the same save.
+        """Joins the save; every rank makes one Share for it.
 
         Args:
-            peers: The ranks, in a group that nothing else uses meanwhile.
-            writes_whole: Whether this rank writes what it has alike with those that have the same
-                part of the model: buffers, step counts, states of an optimizer's own step.
+            peers: Ranks that take part, in a group that nothing else uses meanwhile.
+            writes_whole: Whether this rank writes the tensors that are the same on all ranks with
+                the same shard of the model. These are buffers, step counts, and the states of an
+                optimizer that runs its own step.
         """
         self._peers = peers
         self.writes_whole = writes_whole
@@ -55,7 +56,7 @@ class Share:
 
     @property
     def first(self) -> bool:
-        """Whether this rank does what is no tensor."""
+        """Whether this is rank 0, which writes everything that is no tensor."""
         return self._peers.rank == 0
 
     @property
@@ -65,7 +66,7 @@ class Share:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Makes all ranks raise what the block raises on one."""
+        """Makes all ranks raise the exception that the block raises on one of them."""
         try:
             yield
         except Exception as error:
@@ -75,10 +76,10 @@ class Share:
             raise
 
     def gather(self, value: Any = None) -> list[Any]:
-        """Returns the values of all ranks, in rank order; every rank calls it.
+        """Returns the values of all ranks, in rank order. Collective.
 
         Raises:
-            Exception: What the first of those that failed has raised.
+            Exception: A rank failed; the exception of the lowest such rank is raised.
         """
         with served_by_another():  # all have come to the save
             everyone = self._peers.gather((value, None))
@@ -91,16 +92,16 @@ class Share:
     def write(
         self, directory: Path | None, files: Mapping[str, Tensors], pace: Pace | None = None
     ) -> dict[str, FileEntry]:
-        """Writes safetensors files together; every rank calls it.
+        """Writes safetensors files together with the other ranks. Collective.
 
         Args:
-            directory: Where, on rank 0, which tells the others.
-            files: Tensors by file name; the same on every rank, but for values. Those on the meta
-                device are other ranks'.
-            pace: As of write_files.
+            directory: Directory to write into, on rank 0, which tells the others; None elsewhere.
+            files: Tensors by file name. Names, dtypes and shapes are the same on every rank.
+                Tensors on the meta device are placeholders for tensors that other ranks write.
+            pace: See write_files.
 
         Returns:
-            Size and checksums of each.
+            Size and checksums of each file, by name.
 
         Raises:
             OSError: A disk refuses.
@@ -139,7 +140,7 @@ class Share:
         opened: ExitStack,
         pace: Pace | None,
     ) -> None:
-        """Gives this rank's part of a file to `behind`; `opened` closes it if that fails."""
+        """Gives this rank's shards of a file to `behind`; `opened` closes the file on failure."""
         _, places = layout_of(tensors)
         file = opened.enter_context(io.FileIO(path, "r+"))
         writer = Writer(file.fileno(), behind)
@@ -172,13 +173,13 @@ class Share:
     def _write_converted(
         self, tensor: ConvertedTensor, start: int, writer: Writer, through_cache: io.FileIO
     ) -> None:
-        """Writes this rank's elements of a tensor that is made of some of which ranks have parts.
+        """Writes this rank's elements of a tensor that is converted from sharded tensors.
 
         Args:
-            tensor: The tensor.
-            start: Its first byte in the file.
-            writer: Writes the file.
-            through_cache: Another descriptor of the file, for runs that are many.
+            tensor: The converted tensor.
+            start: First byte of the tensor in the file.
+            writer: Writer of the file.
+            through_cache: Another descriptor of the file, for a shard of too many runs.
         """
         own = tensor.own(whole=self.writes_whole)
         if own is not None:
@@ -196,7 +197,14 @@ class Share:
 
 
 def _write_elements(file: io.FileIO, start: int, values: torch.Tensor, mine: torch.Tensor) -> None:
-    """Writes some elements of a tensor, which lie one by one."""
+    """Writes the elements of `values` that the mask `mine` selects, through a mapping of the file.
+
+    Args:
+        file: The file, open for reading and writing.
+        start: First byte of the tensor in the file.
+        values: The full tensor, contiguous.
+        mine: Mask of the elements to write, of the same shape.
+    """
     page = start - start % mmap.ALLOCATIONGRANULARITY
     with mmap.mmap(file.fileno(), start + values.nbytes - page, offset=page) as memory:
         in_file = torch.frombuffer(memory, dtype=torch.uint8, offset=start - page)
@@ -208,7 +216,7 @@ def _write_elements(file: io.FileIO, start: int, values: torch.Tensor, mine: tor
 
 
 def _entry(path: Path, tensors: Tensors, pace: Pace | None) -> FileEntry:
-    """Size and checksums of a file that several have written: it is read again."""
+    """Returns size and checksums of a file that several ranks have written, by reading it again."""
     _, places = layout_of(tensors)
     whole, of_each = _C.Checksum(), {name: _C.Checksum() for name in places}
     left, at = list(places.items())[::-1], 0

@@ -1,4 +1,4 @@
-"""Directories that appear whole: staged beside their place, then swapped in by one system call."""
+"""Directories that appear as a whole: staged beside their target, swapped in by one system call."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 
 @contextmanager
 def staged(target: Path, needed: int) -> Iterator[Path]:
-    """A new directory that takes the place of `target` when the block ends without an exception.
+    """Yields a new directory that replaces `target` when the block ends without an exception.
 
-    Whatever happens in between, power cuts included, `target` is what it was or the new one. When
-    the block fails the staged files are deleted. What dead processes left is removed first.
+    Whatever happens, power cuts included, `target` is either the old directory or the new one. If
+    the block fails, the staged files are deleted. Leftovers of dead processes are removed first.
 
     Args:
         target: Absolute path; may exist, as a directory. Its parent must exist.
-        needed: Bytes that the block will write at most.
+        needed: Number of bytes that the block writes at most.
 
     Raises:
         CheckpointError: `target` is a file or a mount point.
-        IoError: Not enough room, a read-only or missing parent, or another failure of the disk.
+        IoError: There is not enough room, the parent is read-only or missing, or the disk fails
+            in another way.
     """
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; name a directory for the checkpoint")
@@ -70,7 +71,7 @@ def _sync_directories(top: Path) -> None:
 
 
 def _put_in_place(staging: Path, target: Path) -> None:
-    """Makes `staging` the `target`, durably; if that fails, `target` is what it was."""
+    """Renames `staging` to `target`, durably; if that fails, `target` is what it was."""
     old = staging
     if not target.exists():
         _rename(staging, target)
@@ -103,7 +104,11 @@ def _rename(source: Path, destination: Path) -> None:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swaps two directories atomically; False where kernel or file system cannot."""
+    """Swaps two directories atomically; returns False where kernel or file system cannot.
+
+    Raises:
+        OSError: The swap fails for another reason.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
@@ -116,12 +121,12 @@ def exchange(a: Path, b: Path) -> bool:
 
 
 def recover(target: Path) -> None:
-    """Brings back the directory that a process displaced before it died or failed.
+    """Brings back `target` where a process displaced it and then died or failed.
 
     Only where directories cannot be exchanged (see `exchange`) can a kill leave no `target`.
 
     Raises:
-        IoError: It is there and cannot be renamed.
+        IoError: The displaced directory is there and cannot be renamed.
     """
     if target.exists() or not target.parent.is_dir():
         return
@@ -135,7 +140,7 @@ def recover(target: Path) -> None:
 
 
 def recover_all(root: Path) -> None:
-    """`recover` for every directory that was displaced in `root`."""
+    """Recovers every directory that was displaced in `root`; see `recover`."""
     if not root.is_dir():
         return
     for leftover in sorted(root.iterdir()):
@@ -145,7 +150,7 @@ def recover_all(root: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Deletes what saves of dead processes left in `parent`: only what carries castor's names."""
+    """Deletes files and directories with castor's temporary names that dead processes left."""
     for leftover in parent.iterdir():
         kind_and_name = target_of(leftover)
         if kind_and_name is None or not is_abandoned(leftover):
@@ -160,10 +165,10 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def delete(target: Path) -> None:
-    """Deletes a directory so that a kill leaves it whole or gone, never in between.
+    """Deletes a directory so that a kill leaves it complete or gone, never in between.
 
     Raises:
-        OSError: It cannot be renamed.
+        OSError: The directory cannot be renamed.
     """
     doomed = target.with_name(temporary_name(target.name))
     os.rename(target, doomed)
@@ -172,15 +177,17 @@ def delete(target: Path) -> None:
 
 
 def carry_over(previous: Path, staging: Path, is_ours: Callable[[str], bool]) -> list[str]:
-    """Links what users keep in `previous` into the directory that will replace it.
+    """Links the files that users keep in `previous` into the directory that will replace it.
+
+    Files that cannot be linked are copied.
 
     Args:
-        previous: The directory to be replaced; may be missing.
-        staging: Its replacement.
-        is_ours: Whether a name is castor's to write; such files stay behind.
+        previous: Directory that will be replaced; may be missing.
+        staging: The replacement.
+        is_ours: Returns whether castor writes files of a name; such files are not carried over.
 
     Returns:
-        Names of the files carried over.
+        Names of the files that were carried over, without those in subdirectories.
 
     Raises:
         OSError: The disk refuses.

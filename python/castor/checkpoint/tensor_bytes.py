@@ -1,4 +1,4 @@
-"""The bytes of tensors, a piece at a time, without copies where the memory is already in order."""
+"""The bytes of tensors, a piece at a time, without copies where the memory is in order already."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which the caller keeps alive. Needs no numpy."""
+    """Returns the memory of a contiguous CPU tensor, without numpy; the caller keeps it alive."""
     if tensor.nbytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The elements of a tensor in row-major order, as bytes.
+    """Yields the elements of a tensor in row-major order, as pieces of PIECE_BYTES at most.
 
-    Contiguous CPU tensors are read where they lie; others are copied, PIECE_BYTES at most at a
-    time. A piece is valid until the next one is asked for.
+    Contiguous CPU tensors are not copied; others are, one piece at a time. A piece is valid until
+    the next one is asked for.
     """
     tensor = tensor.detach()
     on_host = tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
@@ -37,7 +37,7 @@ def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         return
     if tensor.nbytes == 0:
         return
-    # Not malloc's: its heap grows by several of them, between what others keep there, and stays.
+    # Not from malloc: its heap would grow by several such buffers, and fragmentation would keep it.
     scratch = torch.frombuffer(mmap.mmap(-1, min(tensor.nbytes, PIECE_BYTES)), dtype=torch.uint8)
     for part in _parts(tensor):
         copy = scratch[: part.nbytes].view(part.dtype).view(part.shape)
@@ -45,7 +45,7 @@ def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of PIECE_BYTES at most, in row-major order."""
+    """Yields views of PIECE_BYTES at most, in row-major order."""
     if tensor.nbytes <= PIECE_BYTES:
         yield tensor
     elif (row_bytes := tensor.nbytes // tensor.shape[0]) > PIECE_BYTES:

@@ -41,7 +41,7 @@ _CONTENTS_FORMAT = "castor-contents-1"
 
 
 def in_memory_of_files(contents: Contents, staging: Path) -> Contents:
-    """The same, all tensors in memory that is a file's: torch's writers want them at once.
+    """Returns the contents with all tensors in mapped files, as torch's writers take all at once.
 
     Raises:
         OSError: The disk refuses.
@@ -61,13 +61,13 @@ def in_memory_of_files(contents: Contents, staging: Path) -> Contents:
 
 
 def model_state(contents: Contents) -> dict[str, SavedTensor]:
-    """Returns the weights as model.state_dict() does: tied ones under all their keys."""
+    """Returns the weights as model.state_dict() does, tied ones under each of their keys."""
     tied = {alias: contents.weights[key] for alias, key in contents.tied.items()}
     return contents.weights | tied
 
 
 def by_name(states: Sequence[OptimizerState]) -> dict[str, Any]:
-    """One optimizer state dict as torch.distributed.checkpoint.state_dict makes it."""
+    """Merges states into one dict, as torch.distributed.checkpoint.state_dict makes it."""
     state: dict[str, dict[str, Any]] = {}
     groups = []
     for one in states:
@@ -95,7 +95,10 @@ def by_position(state: OptimizerState) -> dict[str, Any]:
 
 
 def _defaults(optimizer: str) -> dict[str, Any]:
-    """Options that a group of torch's class has beside those of castor's."""
+    """Returns the default options of the torch class that an optimizer's state is for.
+
+    The result is empty where no such class is known.
+    """
     for rule in RULES:
         maker = rule.classes.get(optimizer)
         if maker is not None:
@@ -109,16 +112,17 @@ def _defaults(optimizer: str) -> dict[str, Any]:
 def states_of(
     document: dict[str, Any], directory: Path | None, names: Sequence[str] | None, where: str
 ) -> list[OptimizerState]:
-    """The optimizers of a state dict of torch's.
+    """Converts a state dict of torch's layout into the states of its optimizers.
 
     Args:
-        document: As by_name or optimizer.state_dict() makes it.
-        directory: Where castor may have written what torch's layout does not hold.
-        names: Of the parameters, in the optimizer's order, for one that does not know them.
-        where: For errors.
+        document: State dict, as by_name or optimizer.state_dict() makes it.
+        directory: Directory where castor may have written facts that torch's layout does not hold;
+            None: there is none.
+        names: Names of the parameters in the optimizer's order, for a state dict without names.
+        where: Name of the state dict, for errors.
 
     Raises:
-        CheckpointError: Names are missing, or no rule is known that has such states.
+        CheckpointError: Names are missing, or no known update rule has such states.
     """
     document = _named(document, names, where)
     if directory is None or not listed(directory, _CONTENTS):
@@ -139,7 +143,7 @@ def states_of(
 
 
 def trainer_of(directory: Path) -> dict[str, Any] | None:
-    """The trainer that castor wrote beside torch's layout."""
+    """Returns the trainer document that castor wrote beside torch's layout; None: there is none."""
     if not listed(directory, _CONTENTS):
         return None
     trainer: dict[str, Any] | None = read_sealed(directory / _CONTENTS, _CONTENTS_FORMAT)["trainer"]
@@ -147,7 +151,12 @@ def trainer_of(directory: Path) -> dict[str, Any] | None:
 
 
 def _named(document: dict[str, Any], names: Sequence[str] | None, where: str) -> dict[str, Any]:
-    """The state dict with names in place of positions."""
+    """Returns the state dict with parameters' names in place of their positions.
+
+    Raises:
+        CheckpointError: It is no optimizer's state dict, or `names` are missing, superfluous or
+            not one for each parameter.
+    """
     groups = document.get("param_groups")
     state = document.get("state")
     if not (
@@ -233,7 +242,7 @@ def _foreign_state(document: dict[str, Any], where: str) -> OptimizerState:
 
 
 def _class_of(rule: FusedRule, groups: Sequence[Mapping[str, Any]]) -> str:
-    """The name of the torch optimizer that wrote a state dict."""
+    """Returns the class name of the torch optimizer that wrote a state dict."""
     if rule is ADAM:  # two classes that differ in an option
         decoupled = all(group.get("decoupled_weight_decay", True) for group in groups)
         return "AdamW" if decoupled else "Adam"
@@ -244,10 +253,15 @@ def _class_of(rule: FusedRule, groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_torch(path: Path, names: Sequence[str] | None) -> Contents:
-    """A file of torch.save, or a directory with model.pt, optimizer.pt or both.
+    """Reads a file of torch.save, or a directory with model.pt, optimizer.pt or both.
+
+    Args:
+        path: The file or the directory.
+        names: Names of the optimizer's parameters in its order, where the state has positions.
 
     Raises:
-        CheckpointError: It is damaged, needs pickle's code, or holds something else.
+        CheckpointError: A file is damaged, cannot be loaded with weights_only=True, or holds
+            something else.
     """
     if path.is_file():
         document = _load(path)
@@ -287,7 +301,7 @@ def read_torch(path: Path, names: Sequence[str] | None) -> Contents:
 
 
 def is_torch_directory(path: Path) -> bool:
-    """Whether it has files that read_torch takes."""
+    """Whether a directory has files that read_torch takes."""
     return (path / MODEL_FILE).exists() or bool(_optimizer_files(path))
 
 
@@ -297,7 +311,7 @@ def _optimizer_files(directory: Path) -> list[Path]:
 
 
 def _load(path: Path) -> dict[Any, Any]:
-    """Loads a file of torch.save, whose tensors stay in the file."""
+    """Loads a file of torch.save; its tensors are mapped from the file."""
     try:
         document = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
@@ -310,7 +324,7 @@ def _load(path: Path) -> dict[Any, Any]:
 
 
 def _each_once(model: Any, path: Path) -> tuple[dict[str, SavedTensor], dict[str, str]]:
-    """(weights, tied keys) of a model's state dict: tied is what is one memory."""
+    """Returns (weights, tied keys) of a model's state dict; keys with the same memory are tied."""
     if not isinstance(model, Mapping):
         raise CheckpointError(f"{path} has a {type(model).__name__} as model, not a state dict")
     check_savable(model)
@@ -328,7 +342,9 @@ def _each_once(model: Any, path: Path) -> tuple[dict[str, SavedTensor], dict[str
 
 
 def write_torch(contents: Contents, staging: Path, dtype: torch.dtype | None) -> None:
-    """Writes model.pt, optimizer.pt (several: optimizer-0.pt, ...) and what lies beside.
+    """Writes model.pt, optimizer.pt and the files beside them.
+
+    Several optimizers are written to optimizer-0.pt, optimizer-1.pt and so on.
 
     Raises:
         OSError: The disk refuses.
@@ -344,7 +360,9 @@ def write_torch(contents: Contents, staging: Path, dtype: torch.dtype | None) ->
 
 
 def seal_torch(contents: Contents, staging: Path, dtype: torch.dtype | None) -> None:
-    """Writes what lies beside, what torch's layout does not hold, and the manifest.
+    """Writes the files beside torch's: configs, castor-contents.json and the manifest.
+
+    castor-contents.json has the facts that torch's layout does not hold.
 
     Raises:
         OSError: The disk refuses.
@@ -367,11 +385,11 @@ def _save(document: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def errors_of_torch(path: Path) -> Iterator[None]:
-    """Raises what a torch writer fails of: it reports its own state, after a disk's refusal.
+    """Raises the cause of a torch writer's failure, which torch hides behind exceptions of its own.
 
     Raises:
-        OSError: The disk refuses.
-        CheckpointError: Something else.
+        OSError: The disk refused.
+        CheckpointError: The writer failed for another reason.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Python values as JSON, exactly: what comes back is what went in, types included."""
+"""Python values as JSON, without loss: decoding gives equal values of the same types."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _MAX_TENSOR_BYTES = 16 * 2**20
 
 
 def encode(value: Any, where: str) -> Any:
-    """A JSON document for `value`.
+    """Returns a JSON document for `value`.
 
-    Takes None, bool, int, float (NaN and infinity too), str, bytes, list, tuple, dict with any of
-    these as keys, Counter, and CPU or CUDA tensors up to 16 MiB.
+    Takes None, bool, int, float (NaN and infinity too), str, bytes, list, tuple, Counter, and dict
+    with any of these as keys. Also takes CPU or CUDA tensors up to 16 MiB.
 
     Args:
-        value: What to save.
-        where: Its name, for errors.
+        value: The value to encode.
+        where: Name of the value, for errors.
 
     Raises:
-        CheckpointError: Something inside is of another type; the message names its key.
+        CheckpointError: The value contains another type, or a tensor that is too large or not
+            dense. The message names its key.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -78,7 +79,7 @@ def _encode_tensor(tensor: torch.Tensor, where: str) -> dict[str, Any]:
 
 
 def decode(document: Any) -> Any:
-    """The value that `encode` was given; tensors come back on the CPU."""
+    """Returns the value that `encode` was given; tensors come back on the CPU."""
     if isinstance(document, list):
         return [decode(item) for item in document]
     if not isinstance(document, dict):

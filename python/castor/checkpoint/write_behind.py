@@ -1,4 +1,4 @@
-"""Writing behind the one who fills buffers: a disk takes longer for a tensor than memory does."""
+"""Writes on a thread behind the caller, because a disk takes longer for a tensor than memory."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from collections.abc import Callable
 from types import TracebackType
 
 _AHEAD = 2
-"""Buffers: one is filled while the other is on its way."""
+"""Number of buffers: one is filled while the other is on its way to the disk."""
 _Task = tuple[Callable[[], object], memoryview | None]
 
 
 class WriteBehind:
-    """Lends buffers, and does what is to be done with them on a thread, in order.
+    """A lender of buffers whose tasks run in order on a thread of its own.
 
-    Who fills buffers, on one thread, is one ahead of the disk. A context: at its end all is done.
-    What stops the thread is raised by the next call, or at the end; nothing is done after it. At
-    the end of a process, which makes no threads any more, the caller does it all.
+    The thread that fills buffers is at most one buffer ahead of the disk. The class is a context
+    manager: all tasks have run when the block ends. An exception that stops the thread is raised by
+    the next call of `do`, or at the end of the block. No task runs after it. At the end of a
+    process, which makes no threads any more, the tasks run on the calling thread.
     """
 
     def __init__(self, buffer_bytes: int, *, ahead: bool) -> None:
-        """Nothing is taken yet.
+        """Stores the arguments; buffers and the thread are made when they are needed.
 
         Args:
-            buffer_bytes: Of each buffer.
-            ahead: Whether there is a thread; if not, the caller does it all, with one buffer.
+            buffer_bytes: Size of each buffer, in bytes.
+            ahead: Whether to use a thread; if not, the caller runs the tasks, with one buffer.
         """
         self._buffer_bytes = buffer_bytes
         self._made = 0
@@ -37,17 +38,17 @@ class WriteBehind:
         self._error: BaseException | None = None
 
     def buffer(self) -> memoryview:
-        """A buffer that begins with a page. Waits where all are on their way to the disk."""
+        """Returns a page-aligned buffer; waits while all are on their way to the disk."""
         if self._made == _AHEAD or not self._free.empty():
             return self._free.get()
         self._made += 1
         return memoryview(mmap.mmap(-1, self._buffer_bytes))
 
     def do(self, task: Callable[[], object], buffer: memoryview | None = None) -> None:
-        """Does something behind all that was given before; the buffer is free then.
+        """Runs a task after all tasks before it; the buffer is free afterwards.
 
         Raises:
-            BaseException: What stopped the thread.
+            BaseException: An earlier task raised it and stopped the thread.
         """
         if self._error is not None:
             raise self._error
@@ -61,7 +62,7 @@ class WriteBehind:
             self._tasks.put((task, buffer))
 
     def __enter__(self) -> WriteBehind:
-        """Itself."""
+        """Returns the object itself."""
         return self
 
     def __exit__(
@@ -70,16 +71,16 @@ class WriteBehind:
         error: BaseException | None,
         _where: TracebackType | None,
     ) -> None:
-        """Returns when the thread is over; after an exception what has not begun is left out.
+        """Waits until the thread is over; after an exception, the tasks that are left do not run.
 
         Raises:
-            BaseException: What stopped the thread, where no other exception is under way.
+            BaseException: A task raised it, and no other exception is under way.
         """
         self._error = self._error or error
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join()
-        stopped, self._error = self._error, None  # its traceback holds those who hold this
+        stopped, self._error = self._error, None  # its traceback refers to holders of this object
         try:
             if error is None and stopped is not None:
                 raise stopped

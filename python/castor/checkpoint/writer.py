@@ -1,4 +1,4 @@
-"""Writes the bytes of a file, full blocks past the page cache."""
+"""A writer of a file's bytes that writes full blocks past the page cache."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from castor.errors import IoError
 from castor.runtime.model_parts import Runs, Segments
 
 _BLOCK_BYTES = 4096
-"""A page, and of a disk a block at most; see Writer."""
+"""Size of a page in bytes; a block of a disk is no larger. See Writer."""
 
 _DIRECT_BYTES = 16 * _BLOCK_BYTES
-"""Least bytes of a direct write: shorter ones take less time through the page cache, with one write
-instead of three and two switches."""
+"""Minimum size of a direct write in bytes. A shorter one takes less time through the page cache:
+one write instead of three and two switches of O_DIRECT."""
 
 
 class Writer:
-    """Writes a file past the page cache (O_DIRECT) where the file system allows it.
+    """A writer that goes past the page cache (O_DIRECT) where the file system allows it.
 
-    Pages of a checkpoint would take the memory of others, and filling them takes the kernel longer
-    than all else of a save takes a core: time that a step beside it has not. Only whole blocks go
-    this way: others may write what is left of a block meanwhile, also past the same descriptor.
-    Runs that are shorter than 64 KiB go through it.
+    A checkpoint's pages would take memory from others. Filling them takes the kernel more core time
+    than all the rest of a save, and a training step beside the save needs that time. Only complete
+    blocks are written directly: another writer may write the rest of a block meanwhile, also
+    through the same descriptor. Runs shorter than 64 KiB go through the page cache.
     """
 
     def __init__(self, descriptor: int, behind: WriteBehind) -> None:
-        """At the beginning of the file.
+        """Begins at the first byte of the file.
 
         Args:
-            descriptor: Of the file; open until `behind` has done all that it was given.
-            behind: Writes what has come.
+            descriptor: Descriptor of the file; open until `behind` has run all its tasks.
+            behind: Performs the writes.
         """
         self._descriptor = descriptor
         self._behind = behind
         self._buffer: memoryview | None = None
-        self._runs: list[tuple[int, memoryview]] = []  # of the buffer, each with its place
-        self._begin = self._end = 0  # of the run that grows; as far into a block as in the file
-        self._at = 0  # where it goes on in the file
+        self._runs: list[tuple[int, memoryview]] = []  # (file offset, bytes) of runs in the buffer
+        self._begin = self._end = 0  # of the growing run, in the buffer; aligned as in the file
+        self._at = 0  # file offset at which the next byte goes
         self._direct = False
         self._allowed = True
 
     def seek(self, offset: int) -> None:
-        """Continues at that byte of the file.
+        """Continues at byte `offset` of the file.
 
         Raises:
-            OSError: The disk refuses what came before.
+            OSError: The disk refused an earlier write.
         """
         if offset == self._at:
             return
@@ -60,10 +60,10 @@ class Writer:
             self.flush()
 
     def append(self, piece: memoryview, *checksums: _C.Checksum) -> None:
-        """It is not used afterwards; the checksums are updated with it.
+        """Copies a piece, to be written at the present offset, and updates the checksums with it.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: The disk refuses this write or has refused an earlier one.
         """
         while piece:
             if self._buffer is None:
@@ -80,13 +80,13 @@ class Writer:
     def append_runs(
         self, piece: memoryview, begin: int, runs: Runs | Segments, through_cache: int
     ) -> None:
-        """Bytes of several places: it is not used afterwards.
+        """Writes bytes of a shard to the places that they have in the file.
 
         Args:
-            piece: Bytes of a part.
-            begin: Which of the part's is the first.
-            runs: Where the part lies in the file, in bytes.
-            through_cache: Another descriptor of the file, for runs that are short.
+            piece: Bytes of the shard; not used after the call.
+            begin: Offset of the piece in the shard, in bytes.
+            runs: Places of the shard in the file, in bytes.
+            through_cache: Another descriptor of the file, for short runs.
 
         Raises:
             OSError: The disk refuses.
@@ -98,7 +98,7 @@ class Writer:
                     self.append(piece[:count])
                 piece = piece[count:]
             return
-        # Of columns of a matrix there may be millions, and training beside it needs Python's lock.
+        # A shard of columns may have millions of runs, and training beside the save needs the GIL.
         where = {"first": runs.first, "length": runs.length, "stride": runs.stride}
         try:
             _C.write_runs(through_cache, piece, begin=begin, **where)
@@ -106,10 +106,10 @@ class Writer:
             raise OSError(error.errno, os.strerror(error.errno or 0)) from error
 
     def flush(self) -> None:
-        """Gives away what has come, also what is no whole block.
+        """Gives all bytes so far to `behind`, incomplete blocks too.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: The disk refuses this write or has refused an earlier one.
         """
         self._end_run()
         if self._buffer is not None:
@@ -122,7 +122,7 @@ class Writer:
             offset = self._at - (self._end - self._begin)
             self._runs.append((offset, self._buffer[self._begin : self._end]))
 
-    # What follows runs behind.
+    # The methods from here on run as tasks of `behind`.
 
     def _write_out(self, runs: list[tuple[int, memoryview]]) -> None:
         for offset, run in runs:
@@ -144,7 +144,7 @@ class Writer:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                self._allowed = False  # larger blocks, or a part of one is written
+                self._allowed = False  # the blocks are larger, or a short write ended inside one
                 self._set_direct(False)
                 continue
             if written <= 0:
@@ -164,5 +164,5 @@ class Writer:
 
 
 def _blocks(offset: int) -> int:
-    """Returns the begin of the next block."""
+    """Rounds an offset up to the beginning of a block."""
     return -(-offset // _BLOCK_BYTES) * _BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""Data loaders whose batches are made ready, and moved, while the model computes."""
+"""Data loaders that read, pad and move batches while the model computes."""
 
 from __future__ import annotations
 
@@ -21,52 +21,51 @@ from castor.plugins.machine import choose_device
 
 
 class AsyncLoader:
-    """Reads a loader's batches ahead on a thread, pads them, and copies them to the GPU.
+    """A loader that reads batches ahead on a thread, pads them, and copies them to the GPU.
 
-    It gives the batches of `loader` in their order; one whose making raised raises, with its
-    traceback, when its turn comes. Tensors in mappings, lists and tuples are copied out of
-    page-locked memory on a stream of their own, and the stream that is current where the loop takes
-    a batch waits for them; other objects, and what is on a device already, stay as they are. Up to
-    `depth` batches lie on the device in addition to the loop's.
+    It gives the batches of `loader` in their order. An error in making a batch is raised, with its
+    traceback, when that batch is due. Tensors in mappings, lists and tuples are copied out of
+    page-locked memory on a stream of their own. The stream that is current when the loop takes a
+    batch waits for these copies. Other objects, and tensors that are on a device already, stay as
+    they are. Up to `depth` batches lie on the device in addition to the loop's.
 
     **Random numbers** are those of the plain loader. The base seed of workers and a sampler's seed
     are drawn on the caller's thread, where the plain loader draws them. A dataset or collate_fn
     without workers that draws from the global generators of torch, Python or numpy would race with
-    the model's dropout; it is refused at the second batch, with what to do. One whose first two
-    batches of an epoch draw nothing, and later ones do, is not noticed.
+    the model's dropout. Such a loader is refused at the second batch, and the message says what to
+    do. A loader that draws nothing in the first two batches of an epoch, but later, is not noticed.
 
-    **Position.** `state_dict` tells that of the batch handed out last, however far the thread is,
-    in the words of `loader`: booster.save and load take either of them, and read what the other
-    wrote. A torch DataLoader learns to tell its position, in place (as booster.boost does it);
-    others bring their own state_dict (torchdata's StatefulDataLoader), which is asked after each
-    batch.
+    **Position.** `state_dict` gives the position of the batch handed out last, however far the
+    thread has read, in the format of `loader`. booster.save and load take either loader, and read
+    what the other wrote. A torch DataLoader gets a state_dict in place, as from booster.boost.
+    Other loaders need their own (torchdata's StatefulDataLoader); it is called after each batch.
 
     **One iteration at a time.** `iter()`, load_state_dict and the end of the iterator's life (a
-    `break`) end the one that is under way, with its thread. The next one begins where the loader
-    begins; where the loader is an iterator itself, it goes on with what had been read ahead. In a
-    forked child an iteration of the parent's raises, and a new one works.
+    `break`) end the present iteration and its thread. The next iteration begins where the loader
+    begins. If the loader is an iterator itself, the next iteration first gives the batches that
+    were read ahead. In a forked child an iteration of the parent's raises, and a new one works.
 
     Args:
-        loader: A DataLoader, or anything that gives batches when it is iterated.
-        device: Where batches go, as in GeminiPlugin: "cuda", "cuda:1" or "cpu", where nothing is
-            copied. Default: "cuda" when there is one, else "cpu".
-        depth: Batches that may be ready before the loop asks for them. 0: no thread; each batch is
-            read, padded and copied when it is asked for.
-        buckets: Lengths, each larger than the one before, such as [128, 256, 512]. Tensors named in
-            pad_values, [batch, length, ...], are padded at their end to the next of them. Models
-            then see a few shapes, and castor plans for each once. Mind the mean over tokens of a
-            loss of your own: labels are padded with what losses ignore, and no mask is added to a
-            batch that has none.
-        pad_values: By name in a mapping, or "0", "1", ... in a tuple, with what to pad a tensor, or
-            None to leave it as it is. These are there unless given, for tensors of two dimensions:
-            0 for input_ids, attention_mask, token_type_ids, decoder_input_ids and
-            decoder_attention_mask, -100 for labels.
+        loader: A DataLoader, or any iterable of batches.
+        device: Device that batches go to, as in GeminiPlugin: "cuda", "cuda:1", or "cpu", where
+            nothing is copied. Default: "cuda" when there is a GPU, else "cpu".
+        depth: Number of batches that may be ready before the loop asks for them. 0: no thread; each
+            batch is read, padded and copied when it is asked for.
+        buckets: Lengths in ascending order, such as [128, 256, 512]. Tensors named in pad_values,
+            of shape [batch, length, ...], are padded at their end to the next length. Models then
+            see few shapes, and castor plans for each once. Take care with a loss of your own that
+            is a mean over tokens: labels are padded with the value that losses ignore, and a batch
+            without a mask gets none.
+        pad_values: Padding values by name in a mapping, or by "0", "1", ... in a tuple; None leaves
+            a tensor as it is. Defaults for tensors of two dimensions: 0 for input_ids,
+            attention_mask, token_type_ids, decoder_input_ids and decoder_attention_mask, and -100
+            for labels.
 
     Raises:
         TypeError, ValueError: An argument has the wrong type, or is out of range.
         UsageError: There is no such GPU. While iterating: a batch is longer than the largest
-            bucket, or a tensor of it has no value to pad with; the loader draws from global
-            generators; the iteration has been ended, or is the parent process's.
+            bucket, or a tensor of it has no value to pad with. Or the loader draws from global
+            generators, or the iteration has been ended or belongs to the parent process.
         ImportError, NotImplementedError: See GeminiPlugin's device.
     """
 
@@ -98,11 +97,11 @@ class AsyncLoader:
         """The loader that is read."""
         self._position = _Position()
         self._left: ReadAhead | None = None
-        """Batches read from a loader that is an iterator, which gives nothing twice."""
+        """Reader of a loader that is an iterator, with its batches read ahead; else None."""
         self._latest: weakref.ref[_Batches] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """An iterator over the batches; its thread begins with the first one."""
+        """Returns an iterator over the batches; its thread starts at the first batch."""
         self._end()
         source = iter(self.loader)
         if self._lane is None and self._device.type != "cpu":
@@ -118,34 +117,34 @@ class AsyncLoader:
         return batches
 
     def __len__(self) -> int:
-        """The length of the loader; TypeError where it has none."""
+        """Returns the length of the loader; raises TypeError if it has none."""
         return len(self.loader)
 
     @property
     def dataset(self) -> Any:
-        """The loader's."""
+        """The loader's dataset."""
         return self.loader.dataset
 
     @property
     def batch_size(self) -> Any:
-        """The loader's."""
+        """The loader's batch size."""
         return self.loader.batch_size
 
     @property
     def sampler(self) -> Any:
-        """The loader's, for its set_epoch."""
+        """The loader's sampler, for its set_epoch."""
         return self.loader.sampler
 
     @property
     def batch_sampler(self) -> Any:
-        """The loader's."""
+        """The loader's batch sampler."""
         return self.loader.batch_sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order in the next iteration: the loader's own set_epoch, or its sampler's.
+        """Calls set_epoch of the loader or its sampler, for another order in the next iteration.
 
         Raises:
-            UsageError: Neither has one.
+            UsageError: Neither the loader nor its sampler has set_epoch.
         """
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         of_batches = getattr(batch_sampler, "sampler", None)
@@ -162,14 +161,14 @@ class AsyncLoader:
 
     @property
     def position_class(self) -> str:
-        """Name of the class that has written state_dict."""
+        """Name of the loader's class, which makes state_dict."""
         return type(self.loader).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's position behind the batch that was handed out last.
+        """Returns the loader's position after the batch that was handed out last.
 
         Raises:
-            UsageError: The loader does not know.
+            UsageError: The loader does not know its position.
         """
         self._check_knows_position()
         state = self._position.state
@@ -177,16 +176,16 @@ class AsyncLoader:
         return found
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError if `state` is that of another loader, where it can tell."""
+        """Raises CheckpointError if `state` belongs to another loader, if the loader checks it."""
         if hasattr(self.loader, "check_state_dict"):
             self.loader.check_state_dict(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next `iter()` go on behind the batch handed out last.
+        """Makes the next `iter()` continue after the position in `state`.
 
         Raises:
-            UsageError: The loader knows no positions.
-            CheckpointError: `state` is that of another loader.
+            UsageError: The loader does not know its position.
+            CheckpointError: `state` belongs to another loader.
         """
         self._check_knows_position()
         self._end()
@@ -202,7 +201,7 @@ class AsyncLoader:
             )
 
     def _end(self) -> None:
-        """Ends the iteration under way."""
+        """Ends the present iteration."""
         batches = self._latest() if self._latest else None
         if batches is not None:
             batches.close()
@@ -217,7 +216,7 @@ class _Position:
 
 @dataclass
 class _Reader:
-    """Reads one batch and makes it ready. Knows nothing of the AsyncLoader, which may go before."""
+    """Reads, pads and sends one batch. Holds no AsyncLoader, which may be deleted before it."""
 
     source: Iterator[Any]
     loader: Any
@@ -248,12 +247,12 @@ def _position_of(loader: Any) -> Any:
     if not hasattr(loader, "state_dict"):
         return None
     state = loader.state_dict()
-    # Others may give what they go on to change.
+    # Other loaders may change their state_dict later.
     return state if isinstance(loader, ResumableLoader) else copy.deepcopy(state)
 
 
 class _Batches:
-    """The iterator handed to the loop. When it goes, its thread goes."""
+    """The iterator handed to the loop. Its thread ends with it."""
 
     def __init__(self, reading: ReadAhead, lane: CopyLane | None, position: _Position) -> None:
         self._reading: ReadAhead | None = reading
@@ -284,7 +283,7 @@ class _Batches:
         if reading.position is not None:
             self._position.state = reading.position
         if reading.error is not None:
-            # The error's traceback holds this iteration, for as long as somebody holds the error.
+            # The error's traceback holds this iteration for as long as the error lives.
             self._reading.stop()
             try:
                 raise reading.error
@@ -297,6 +296,6 @@ class _Batches:
         return reading.batch
 
     def close(self) -> None:
-        """Ends the iteration: its thread is over when this returns."""
+        """Ends the iteration; its thread has ended when this returns."""
         self._stop()
         self._reading = None

@@ -1,4 +1,4 @@
-"""Batches as data loaders make them: tensors in mappings, lists and tuples."""
+"""Functions on the batches of data loaders: tensors in mappings, lists and tuples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def each_tensor(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with `function` of each of its tensors; objects of other kinds stay as they are."""
+    """Returns the batch with `function` applied to each tensor; other objects stay as they are."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -22,14 +22,14 @@ def each_tensor(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 def with_fields(batch: Any, fields: Mapping[str, Any]) -> Any:
-    """The batch with other values in some fields; those of a list or tuple are '0', '1', ..."""
+    """Returns the batch with some fields replaced; fields of lists and tuples are '0', '1', ..."""
     if isinstance(batch, Mapping):
         return _like(batch, {**batch, **fields})
     return _sequence_like(batch, [fields.get(str(i), one) for i, one in enumerate(batch)])
 
 
 def _like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """A mapping of its class, with what else its objects hold (transformers' BatchEncoding)."""
+    """Makes a mapping of the batch's class and attributes (transformers' BatchEncoding)."""
     if isinstance(batch, MutableMapping):
         made = copy.copy(batch)
         made.update(values)

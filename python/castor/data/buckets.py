@@ -1,4 +1,4 @@
-"""Batches padded to a few lengths, so that shapes repeat."""
+"""Pads batches to a few lengths, so that shapes repeat."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ PADS: Mapping[str, int] = {
     "decoder_input_ids": 0,
     "decoder_attention_mask": 0,
 }
-"""Padding values of tensors of [batch, length] for which the user gives none."""
+"""Default padding values of tensors of shape [batch, length], by name."""
 _LENGTH = 1
-"""The dimension that is padded."""
+"""Dimension that is padded."""
 
 
 class Buckets:
-    """Pads what a batch names, at its end, to the next of some lengths; see AsyncLoader.
+    """Lengths to which tensors of a batch are padded at their end; see AsyncLoader.
 
     Args:
-        lengths: Each larger than the one before.
-        pad_values: By name of a tensor; None: it stays as it is.
+        lengths: Lengths in ascending order.
+        pad_values: Padding values by name of a tensor; None: the tensor stays as it is.
 
     Raises:
-        TypeError, ValueError: One of them is something else.
+        TypeError: An argument has the wrong type.
+        ValueError: There are no lengths, or they do not ascend.
     """
 
     def __init__(self, lengths: Any, pad_values: Mapping[str, float | None] | None) -> None:
@@ -51,11 +52,11 @@ class Buckets:
         self._given = _check_pad_values(pad_values)
 
     def pad(self, batch: Any) -> Any:
-        """The batch with its tensors padded; what needs no padding is the tensor itself.
+        """Returns the batch with its tensors padded; a tensor that needs no padding is not copied.
 
         Raises:
-            UsageError: A tensor is longer than the largest bucket, nothing of the batch has a value
-                to pad with, or a tensor is as long as those that have one and has none itself.
+            UsageError: A tensor is longer than the largest bucket. Or no tensor of the batch has a
+                padding value, or one without is as long as one that has it.
         """
         padded: dict[Any, torch.Tensor] = {}
         before: dict[int, str] = {}
@@ -104,10 +105,10 @@ class Buckets:
 
 
 def _check_pad_values(given: Any) -> Mapping[str, float | None]:
-    """The values by name, none where there are none.
+    """Returns the padding values by name; empty if None was given.
 
     Raises:
-        TypeError: They are something else.
+        TypeError: The argument is no mapping from names to numbers or None.
     """
     if given is None:
         return {}
@@ -120,7 +121,7 @@ def _check_pad_values(given: Any) -> Mapping[str, float | None]:
 
 
 def _tensors(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a batch by name; those of a list or tuple are counted."""
+    """Yields (name, tensor) of a batch; names in lists and tuples are "0", "1", and so on."""
     fields: Iterable[tuple[Any, Any]] = ()
     if isinstance(batch, Mapping):
         fields = batch.items()

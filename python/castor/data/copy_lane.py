@@ -1,4 +1,4 @@
-"""Batches copied to a GPU beside what it computes."""
+"""Copies batches to a GPU while it computes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from castor.data.batches import each_tensor
 
 
 class CopyLane:
-    """A stream of its own, on which tensors go from page-locked memory to a GPU.
+    """A separate stream that copies tensors from page-locked memory to a GPU.
 
-    Memory comes from the stream's pool of torch's allocator. Whoever receives a batch has its
-    current stream wait for the copies, and tells the allocator that the memory is used there, so
-    that it is not given out again before that stream has done what it had been given.
+    The copies' memory comes from the stream's pool in torch's allocator. `receive` makes the
+    current stream wait for the copies. It also tells the allocator that the current stream uses
+    the memory, which is then not reused before that stream has finished its work so far.
 
     Args:
-        device: A GPU, with its index.
+        device: GPU, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class CopyLane:
             self._stream = self._gpu.Stream()
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Starts the copies of the host's strided tensors; from any thread.
+        """Starts the copies of strided tensors on the host; any thread may call it.
 
         Returns:
             The batch on the GPU, and the event that `receive` needs.
@@ -39,7 +39,7 @@ class CopyLane:
         return sent, arrived
 
     def receive(self, batch: Any, arrived: Any) -> None:
-        """The calling thread's current stream may use what `send` returned."""
+        """Makes the calling thread's current stream wait for a batch that `send` returned."""
         stream = self._gpu.current_stream(self._device)
         stream.wait_event(arrived)
 

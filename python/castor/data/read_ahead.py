@@ -1,4 +1,4 @@
-"""A thread that reads ahead of whoever takes."""
+"""Reads ahead on a thread."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class Reading:
     error: BaseException | None = None
     """Exception that the loader raised instead of giving a batch."""
     ended: bool = False
-    """There is no further batch."""
+    """Whether the loader has no further batch."""
     position: Any = None
-    """The loader's position after the batch, where it has one."""
+    """The loader's position after the batch; None: the loader does not know it."""
 
 
 class ReadAhead:
-    """Calls `read` on a thread, at most `depth` readings ahead of those that were taken.
+    """A reader that calls `read` on a thread, at most `depth` readings ahead of `take`.
 
-    One thread takes. The first two readings are made on it, before there is another thread: what a
-    loader draws when its iteration begins (a sampler's seed) is drawn where plain PyTorch draws it.
-    By the second it has begun, and a loader that still draws from the global generators would race
-    with the training that draws from them, too: it is refused.
+    One thread calls `take`. It makes the first two readings itself, before the reading thread
+    starts. Random numbers at the beginning of an iteration, such as a sampler's seed, are so drawn
+    where plain PyTorch draws them. A loader that draws from the global generators in the second
+    reading is refused: on a thread it would race with the training, which draws from them too.
 
     Args:
-        read: Catches what the loader raises.
-        depth: 0: every reading is made when it is taken, and there is no thread.
-        what: Read from; for messages.
+        read: Makes one reading, and catches the loader's errors.
+        depth: Most readings ahead; 0: every reading is made in `take`, and there is no thread.
+        what: Name of the loader, for messages.
     """
 
     def __init__(self, read: Callable[[], Reading], depth: int, what: str) -> None:
@@ -54,9 +54,9 @@ class ReadAhead:
         self._depth = depth
         self._what = what
         self.process = os.getpid()
-        """Process that made the reader, and has its thread."""
+        """Identifier of the process that made the reader, and has its thread."""
         self._changed = threading.Condition()
-        # Guarded by _changed while there is a thread.
+        # Guarded by _changed while the thread runs.
         self._ready: deque[Reading] = deque()
         self._stopping = False
         self._end: Reading | None = None
@@ -64,7 +64,7 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
 
     def take(self) -> Reading:
-        """The next reading; when the loader has ended, its end again and again.
+        """Returns the next reading; after the loader's end, that end again.
 
         Raises:
             UsageError: The loader draws from global generators.
@@ -103,7 +103,7 @@ class ReadAhead:
         before = rng.snapshot()
         reading = self._read()
         if reading.error is not None and not isinstance(reading.error, Exception):
-            raise reading.error  # KeyboardInterrupt, now
+            raise reading.error  # such as KeyboardInterrupt: at once
         drawn = [_GENERATORS[name] for name in rng.differing(before, rng.snapshot())]
         if drawn:
             raise UsageError(
@@ -116,7 +116,7 @@ class ReadAhead:
 
     def _start(self) -> None:
         self._stopping = False
-        # Whoever made this sees to its end; a daemon, so that Python does not wait for it before.
+        # The owner calls stop(); a daemon, so that Python does not wait for the thread before that.
         self._thread = threading.Thread(target=self._run, name="castor-async-loader", daemon=True)
         self._thread.start()
 
@@ -133,12 +133,12 @@ class ReadAhead:
                 self._changed.notify_all()
             if reading.ended:
                 return
-            del reading  # whoever takes it has it alone
+            del reading  # the taker has the only reference
 
     def stop(self) -> None:
-        """Ends the thread, after what it is reading; who takes what is read starts another.
+        """Ends the thread after its present reading; a later `take` may start another.
 
-        In a forked child, which has no such thread: nothing.
+        No effect in a forked child, which does not have the thread.
         """
         if os.getpid() != self.process:
             return

@@ -1,4 +1,4 @@
-"""Layers, experts, sequences and stages that several ranks divide among themselves."""
+"""Tensor, expert, context and pipeline parallelism."""
 
 from castor.distributed.adapters import beneath_adapters
 from castor.distributed.expert_parallel import ExpertParallel

@@ -1,4 +1,4 @@
-"""Adapters of PEFT (LoRA, Hu et al. 2021) in layers that several ranks divide."""
+"""Adapters of PEFT (LoRA, Hu et al. 2021) in tensor-parallel layers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _OUTPUTS = COLUMNS | GATHERED_COLUMNS
 
 
 def beneath_adapters(model: nn.Module) -> nn.Module:
-    """The model that a PeftModel is around, which it calls; any other model as it is.
+    """Returns the model that a PeftModel wraps; returns any other model as it is.
 
     Raises:
-        NotImplementedError: What PEFT trains is no part of the model's layers (prompts).
+        NotImplementedError: An adapter trains prompts, which belong to no layer of the model.
     """
     if not is_peft_model(model):
         return model
@@ -38,17 +38,18 @@ def beneath_adapters(model: nn.Module) -> nn.Module:
 def with_adapters(
     model: nn.Module, plan: Mapping[str, Sequence[str]]
 ) -> Mapping[str, Sequence[str]]:
-    """The plan of layers, with the adapters that PEFT has put beside them.
+    """Returns the plan, extended by the adapters that PEFT has put beside the layers.
 
-    Beside a layer of which a rank has some outputs, it has those of B, and all of A; beside one of
-    which it has some inputs, it has those of A, and all of B. So B A x is added as W x is computed.
+    Beside a column-parallel layer, a rank has a shard of B's outputs and the full A. Beside a
+    row-parallel layer, it has a shard of A's inputs and the full B. So B A x is sharded, or
+    partial, in the same way as W x, to which it is added.
 
     Args:
-        model: Beneath PEFT's.
+        model: The model beneath a PeftModel.
         plan: Styles by name; see castor.distributed.tensor_plan.
 
     Raises:
-        NotImplementedError: An adapter is of another kind.
+        NotImplementedError: An adapter of a sharded layer is not plain LoRA of a linear layer.
     """
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:
@@ -69,11 +70,12 @@ def with_adapters(
 
 
 def dropouts_of_adapters(region: nn.Module, sums: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """In a part of a model of which ranks have parts, those that drop out what all have alike.
+    """Yields the dropouts of LoRA in a tensor-parallel region whose input is equal on all ranks.
 
     Args:
-        region: The part of the model.
-        sums: Its layers of which a rank has some inputs, where each drops out its own.
+        region: The module that contains the tensor-parallel layers.
+        sums: Its row-parallel layers. Their adapters are left out, since each rank drops out its
+            own shard of their input.
     """
     for module in region.modules():
         dropouts = getattr(module, "lora_dropout", None)
@@ -88,7 +90,7 @@ def _is_cut(kinds: set[str]) -> bool:
 
 
 def _check(name: str, layer: Any, kinds: set[str]) -> None:
-    """Raises NotImplementedError unless its adapters are LoRA beside a linear layer."""
+    """Raises NotImplementedError unless the layer's adapters are plain LoRA of a linear layer."""
     lora: Any = sys.modules.get("peft.tuners.lora.layer")
     linear = lora is not None and isinstance(layer, lora.Linear)
     if not linear or not (kinds <= _OUTPUTS or kinds <= ROWS):

@@ -1,7 +1,8 @@
-"""Attention to some of the keys, and how several of these become attention to all.
+"""Attention to blocks of keys, and its merge into attention to all keys.
 
-Dao 2023, FlashAttention-2, section 3.1: with the log-sum-exp of the scores of each block their
-results are added up, and with that of all scores backward makes the weights of any block again.
+Source: Dao 2023 (FlashAttention-2, section 3.1). The results of blocks are added up by the
+log-sum-exp of each block's scores. Backward recomputes the weights of any block from the
+log-sum-exp of all scores.
 """
 
 from __future__ import annotations
@@ -13,46 +14,47 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Some queries, and the keys of which they see some."""
+    """A block of attention: some queries, and keys of which they see some."""
 
     queries: slice
     """Tokens of the queries."""
     keys: slice
     """Tokens of the keys."""
     number: tuple[int, int]
-    """No other block of the sequence has it."""
+    """Numbers that no other block of the sequence has; they select its dropout."""
     causal: bool = False
-    """Whether the n-th query sees n keys only."""
+    """Whether the n-th query sees the first n keys only."""
     mask: torch.Tensor | None = None
-    """(batch, 1, queries, keys), true where one is seen; None: as `causal` says."""
+    """Mask (batch, 1, queries, keys), true where a key is seen; None: as `causal` says."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The computation of attention weights, and of the output by them."""
+    """The computation of attention scores, weights and outputs for a block."""
 
     scale: float
+    """Factor of the products of queries and keys."""
     softcap: float | None = None
-    """Scores go through softcap * tanh(score / softcap)."""
+    """Cap of scores, which become softcap * tanh(score / softcap); None: there is none."""
     dropout: float = 0.0
-    """The share of weights that become zero."""
+    """Probability that a weight becomes zero."""
     seed: int = 0
     """Seed of dropout."""
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output of a block, and the log-sum-exp of its scores.
+        """Returns the output of a block, and the log-sum-exp of its scores.
 
         Args:
-            query: (batch, heads, tokens, channels) of all blocks; see ring_attention.
-            key: Likewise.
-            value: Likewise.
-            block: Which.
+            query: Queries of all blocks, (batch, heads, tokens, channels); see ring_attention.
+            key: Keys of all blocks; see ring_attention.
+            value: Values of all blocks; see ring_attention.
+            block: The block to compute.
 
         Returns:
-            (batch, heads, queries, channels); fp32 (batch, heads, queries), -inf where nothing is
-            seen.
+            Output (batch, heads, queries, channels), and log-sum-exp in fp32 (batch, heads,
+            queries), -inf where a query sees no key.
         """
         query, key, value = _of_block(query, key, value, block)
         if self._fused(query, value):
@@ -60,7 +62,7 @@ class Scores:
                 query, key, value, 0.0, block.causal, attn_mask=_added(block, query.dtype),
                 scale=self.scale,
             )  # fmt: skip
-            if block.mask is not None:  # the kernel's is 0 where nothing is seen
+            if block.mask is not None:  # the kernel gives 0 where no key is seen
                 lse = lse.masked_fill(~block.mask.any(-1), -torch.inf)
             return output, lse
         scores, _ = self._scores(query, key, block)
@@ -81,16 +83,16 @@ class Scores:
         lse: torch.Tensor,
         block: Block,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the queries, keys and values of a block, of its part of the weights.
+        """Returns the gradients of a block's queries, keys and values by its own weights.
 
         Args:
-            grad: Of `output`.
-            query: As forward takes it.
-            key: Likewise.
-            value: Likewise.
-            output: Of all blocks together, (batch, heads, tokens, channels).
-            lse: Likewise, (batch, heads, tokens); finite.
-            block: Which.
+            grad: Gradient of `output`.
+            query: Queries, as forward takes them.
+            key: Keys, as forward takes them.
+            value: Values, as forward takes them.
+            output: Output of all blocks together, (batch, heads, tokens, channels).
+            lse: Log-sum-exp of all blocks' scores together, (batch, heads, tokens); finite.
+            block: The block to compute.
         """
         grad, output, lse = (of[:, :, block.queries] for of in (grad, output, lse))
         query, key, value = _of_block(query, key, value, block)
@@ -121,7 +123,7 @@ class Scores:
         return of_query.flatten(1, 2), of_key, of_value
 
     def _fused(self, query: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether torch's kernel computes these, which holds no scores of all of a block."""
+        """Whether torch's fused kernel computes a block; it never holds all of a block's scores."""
         plain = self.softcap is None and self.dropout == 0
         of_cpus = query.device.type in ("cpu", "meta")
         return of_cpus and plain and query.shape[-1] == value.shape[-1]
@@ -129,9 +131,10 @@ class Scores:
     def _scores(
         self, query: torch.Tensor, key: torch.Tensor, block: Block
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """fp32 (batch, key heads, heads of each, queries, keys), -inf where a key is not seen.
+        """Returns the scores of a block, and the slope of the softcap at each.
 
-        And the slope of the cap there; None: there is none.
+        Both are fp32 (batch, key heads, query heads of each, queries, keys). Scores are -inf where
+        a key is not seen. The slope is None without a softcap.
         """
         grouped = query.float().unflatten(1, (key.shape[1], -1))
         scores = grouped @ key.float()[:, :, None].transpose(-1, -2) * self.scale
@@ -145,10 +148,10 @@ class Scores:
         return scores if seen is None else scores.masked_fill(~seen, -torch.inf), slope
 
     def _kept(self, scores: torch.Tensor, block: Block) -> torch.Tensor | None:
-        """Returns dropout's factors of a block's weights; None: there is no dropout."""
+        """Returns the factors of a block's weights by dropout; None: there is no dropout."""
         if not self.dropout:
             return None
-        if scores.is_meta:  # of no values, and no generator
+        if scores.is_meta:  # has no values and no generator
             return torch.empty_like(scores)
         generator = torch.Generator(scores.device)
         query, key = block.number
@@ -164,14 +167,14 @@ def merge(
     output: torch.Tensor,
     lse_of_block: torch.Tensor,
 ) -> None:
-    """Adds attention to more keys to that of some queries, in place.
+    """Merges a block's attention into that of earlier blocks, in place.
 
     Args:
-        total: fp32 (batch, heads, tokens, channels).
-        lse: fp32 (batch, heads, tokens), -inf where no key has been seen.
-        queries: Of the tokens.
-        output: Of these queries.
-        lse_of_block: Likewise.
+        total: Output so far, fp32 (batch, heads, tokens, channels).
+        lse: Log-sum-exp so far, fp32 (batch, heads, tokens), -inf where no key has been seen.
+        queries: Tokens of the block's queries.
+        output: The block's output, (batch, heads, queries, channels).
+        lse_of_block: The block's log-sum-exp, (batch, heads, queries).
     """
     before = lse[:, :, queries]
     after = torch.logaddexp(before, lse_of_block)
@@ -189,7 +192,7 @@ def _of_block(
 
 
 def _added(block: Block, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask that is added to scores."""
+    """Returns the block's mask in the form that is added to scores: 0 or -inf; None: no mask."""
     if block.mask is None:
         return None
     nothing = torch.zeros((), dtype=dtype, device=block.mask.device)
@@ -197,5 +200,5 @@ def _added(block: Block, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """With 0 for queries that see nothing, of which all weights are then 0."""
+    """Replaces -inf by 0, for queries that see no key; their weights are 0 then."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

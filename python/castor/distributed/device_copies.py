@@ -1,6 +1,7 @@
-"""Between memory of a device and that of the host, through which ranks send tensors.
+"""Copies between device memory and host memory, through which ranks send tensors.
 
-In order with the calling thread's stream. What the host addresses is given back as it is.
+Copies are in order with the calling thread's stream. A tensor that is in host memory already is
+returned as it is.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import torch
 from torch import distributed
 
 _OF_THE_HOST = ("cpu", "meta")
-"""meta: a simulated model."""
+"""Device types that need no copy; meta: a simulated model."""
 
 
 def on_host(x: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor, complete: a page-locked copy of one that lies on a device.
+    """Returns the values of a tensor in host memory, complete: a pinned copy if it is on a device.
 
     Args:
-        x: Contiguous.
+        x: Contiguous tensor.
     """
     if x.device.type in _OF_THE_HOST:
         return x
@@ -27,7 +28,7 @@ def on_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def from_host(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The values on a device, for what its stream is given from now on."""
+    """Returns the values on a device, ready for later work on its current stream."""
     if values.device == device:
         return values
     return values.to(device, non_blocking=values.is_pinned())
@@ -45,12 +46,12 @@ def broadcast(
     """Broadcasts one rank's tensor. Collective.
 
     Args:
-        own: The values, where this rank has them; else None.
-        shape: Of them.
-        dtype: Likewise.
-        group: That goes through memory of the host.
-        source: Who has them, by its number in the group.
-        device: Where the others want them.
+        own: The values on the rank that has them; None on the others.
+        shape: Shape of the values.
+        dtype: Type of the values.
+        group: Process group that sends host memory.
+        source: Number, in the group, of the rank that has the values.
+        device: Device on which the other ranks want the values.
     """
     sent = torch.empty(tuple(shape), dtype=dtype) if own is None else on_host(own.contiguous())
     distributed.broadcast(sent, group=group, group_src=source)
@@ -75,7 +76,7 @@ class _ToHost(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        # Complete when it returns: autograd does not know on which of this thread's streams it is.
+        # Blocking: autograd does not know which of this thread's streams the copy runs on.
         return grad.to(ctx.device)
 
 

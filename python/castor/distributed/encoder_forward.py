@@ -1,4 +1,4 @@
-"""An encoder in front of a decoder, where stages have blocks of the one, the other or both."""
+"""Encoder-decoders in pipeline stages, which have encoder blocks, decoder blocks or both."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from castor.runtime.own_forward import WrappedForward
 
 
 class EncoderForward(WrappedForward):
-    """The forward of an encoder: what it gives is there on each stage that has decoder's blocks.
+    """The forward of an encoder, whose output is known on each stage with decoder blocks.
 
-    generate calls it by itself, on all ranks.
+    generate calls the encoder by itself, on all ranks.
     """
 
     def __init__(
@@ -30,23 +30,23 @@ class EncoderForward(WrappedForward):
         """Wraps the forward that the encoder has now.
 
         Args:
-            encoder: Of a boosted model.
+            encoder: The encoder of a boosted model.
             parallel: Stages of the model.
-            send_hidden: Does it where all stages run in one call.
+            send_hidden: Sends hidden states between ranks where all stages run in one call.
         """
         super().__init__(encoder)
         self._parallel = parallel
         self._send_hidden = send_hidden
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward; its last hidden states are the real ones, if they are known here.
+        """Runs the forward; the last hidden states are real where this stage knows them.
 
-        Outside of the model's forward: collective, without gradients.
+        Outside of the model's forward the call is collective, and without gradients.
 
         Raises:
-            UsageError: Ranks were given different arguments, or have let go of each other.
-            Error: A rank with another stage is gone, or could not go on; nor can this one then.
-            Exception: What the encoder raised here.
+            UsageError: Ranks were given different arguments, or have disconnected from each other.
+            Error: A rank with another stage is gone or could not go on, so this one cannot either.
+            Exception: The encoder raised it on this rank.
         """
         parallel, encoder = self._parallel, self.module
         if parallel.running:
@@ -93,16 +93,16 @@ class EncoderForward(WrappedForward):
 
 
 def complete(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an encoder-decoder's arguments, with decoder inputs made of labels if needed.
+    """Returns an encoder-decoder's arguments, with decoder inputs made from labels if needed.
 
-    All stages need them, and only the last has labels.
+    All stages need decoder inputs, and only the last one gets labels.
 
     Args:
-        model: Of transformers.
-        kwargs: Of its forward, by name.
+        model: A model of transformers.
+        kwargs: Arguments of its forward, by name.
 
     Raises:
-        UsageError: There is nothing to encode or to decode.
+        UsageError: There are no inputs for the encoder or for the decoder.
     """
     if kwargs.get("encoder_outputs") is None:
         tokens_of(kwargs)
@@ -115,10 +115,10 @@ def complete(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_encodes(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """A batch of a schedule has an encoder's inputs.
+    """Checks that a batch of a schedule has the encoder's inputs, not its outputs.
 
     Raises:
-        UsageError: It has its outputs.
+        UsageError: The batch has encoder_outputs.
     """
     if batch.get("encoder_outputs") is not None:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Experts that ranks with other data divide: rows go to those whose experts they chose, and back.
+"""Expert parallelism: rows are dispatched to the ranks whose experts they chose, and combined.
 
-Source: Lepikhin et al. 2020 (GShard, section 3.1), without a capacity: a rank computes all rows
-that chose its experts, however many.
+Each rank has its own data. A row is the hidden state of a token. Source: Lepikhin et al. 2020
+(GShard, section 3.1), without a capacity: a rank computes all rows that chose its experts.
 """
 
 from __future__ import annotations
@@ -23,48 +23,50 @@ _SERVES = "the end of generate"
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
-    """The message of a rank to the others before rows are exchanged."""
+    """The message that a rank sends the others before rows are exchanged."""
 
     counts: tuple[int, ...]
-    """Rows that it gives each rank."""
+    """Number of rows that it sends to each rank."""
     width: int
+    """Width of a hidden state."""
     choices: int
+    """Number of experts that each row chooses."""
     dtypes: tuple[torch.dtype, torch.dtype]
     """Types of hidden states and of routing weights."""
 
 
 class ExpertExchange:
-    """The modules of experts of one model, of which each rank has some."""
+    """Dispatch and combine for the modules of experts of one model."""
 
     def __init__(self, model: nn.Module, ranks: TensorRanks) -> None:
-        """Nothing is changed.
+        """Changes nothing.
 
         Args:
-            model: The whole.
-            ranks: Those with the others' experts, each with data of its own.
+            model: The full model.
+            ranks: Expert-parallel ranks, each with its own data.
         """
         self._model = weakref.ref(model)
         self._ranks = ranks
         self.device = torch.device("cpu")
-        """Device of this rank."""
+        """Device that this rank computes on."""
         self._heard: list[tuple[str, Any]] | None = None
-        """Messages of the others to a rank that serves them."""
+        """Messages that serve() has received for the forward it runs; None: it runs none."""
 
     def routes(
         self, name: str, experts: int, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> Routes:
-        """Makes the routes of the rows. Collective.
+        """Makes the routes of this rank's rows in one forward. Collective.
 
         Args:
-            name: Of the module.
-            experts: That all ranks have of it.
+            name: Name of the module of experts.
+            experts: Number of its experts on all ranks.
             x: Hidden states, (tokens, width).
-            chosen: Numbers of experts, (tokens, choices).
-            weights: Of each choice, (tokens, choices).
+            chosen: Numbers of the chosen experts, (tokens, choices).
+            weights: Routing weight of each choice, (tokens, choices).
 
         Raises:
             UsageError: Another rank does something else; every rank raises it.
-            Error: One is gone.
+            Error: A rank is gone.
         """
         ranks = self._ranks
         rows = []
@@ -91,7 +93,7 @@ class ExpertExchange:
 
         Raises:
             UsageError: Another rank does something else; every rank raises it.
-            Error: One is gone.
+            Error: A rank is gone.
         """
         model = self._model()
         assert model is not None
@@ -112,7 +114,7 @@ def _asking(heard: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _excused(place: str, other: str) -> bool:
-    """Whether ranks may be at these places together."""
+    """Whether one rank may serve while another is in a forward without gradients."""
     return {_SERVES, _WITHOUT_GRADIENTS} == {one.partition(",")[0] for one in (place, other)}
 
 
@@ -120,40 +122,55 @@ def _excused(place: str, other: str) -> bool:
 class Routes:
     """The routes of a rank's rows in one forward of a module of experts.
 
-    The losses of the ranks are means of their own rows, and what is trained is the mean of these:
-    so gradients are divided by the number of ranks where they enter experts, and multiplied with it
-    where they leave.
+    Each rank's loss is the mean over its own rows, and training takes the mean of these losses. So
+    gradients are divided by the number of ranks where they enter the experts in backward, and
+    multiplied by it where they leave.
     """
 
     ranks: TensorRanks
+    """Expert-parallel ranks."""
     name: str
+    """Name of the module of experts."""
     rows: Sequence[torch.Tensor]
-    """By rank, numbers of those that chose one of its experts, in order."""
+    """Numbers of this rank's rows that chose an expert of each rank, ascending; one tensor a
+    rank."""
     num_rows: int
     """Number of this rank's rows."""
     room: int
-    """Rows that any rank gives any at most: so many each gives each, zeros behind its own."""
+    """Largest number of rows that any rank sends to any. Every rank sends that many to each,
+    padded with zeros."""
 
     def send(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Dispatches rows: returns `room` rows of each rank for this one, in rank order.
+        """Dispatches rows: returns `room` rows from each rank for this one, in rank order.
 
-        Of rows that are none chosen is -1.
+        Args:
+            x: Hidden states of this rank, (rows, width).
+            weights: Routing weights, (rows, choices).
+            chosen: Numbers of the chosen experts, (rows, choices).
+
+        Returns:
+            Hidden states, routing weights and chosen experts of the received rows. The experts of
+            padding rows are -1.
         """
         sent: Any = cast("Any", _Send).apply(x, weights, chosen, self)
         return cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", sent)
 
     def back(self, found: torch.Tensor) -> torch.Tensor:
-        """Combines for each of this rank's rows the ranks' results, summed in rank order.
+        """Combines results: returns for each of this rank's rows the sum over ranks, in rank order.
 
         Args:
-            found: Of the rows that send gave.
+            found: Results of this rank's experts for the rows that send returned.
         """
         return cast("torch.Tensor", cast("Any", _Back).apply(found, self))
 
     def spread(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns all ranks' rows for this one, of tensors with this rank's rows."""
+        """Sends rows to the ranks of their experts; returns the received ones, (ranks x room, ...).
+
+        Args:
+            tensors: Tensors (rows, ...) of this rank's rows.
+        """
         size = self.ranks.size
         given = []
         for tensor in tensors:
@@ -164,7 +181,12 @@ class Routes:
         return [received.flatten(0, 1) for received in self._exchanged(given)]
 
     def summed(self, tensors: Sequence[torch.Tensor], factor: int = 1) -> list[torch.Tensor]:
-        """The way back: sums in fp32, in rank order, rounded once."""
+        """Sends rows back and sums them by row: in fp32, in rank order, rounded once.
+
+        Args:
+            tensors: Tensors (ranks x room, ...), as spread returns them.
+            factor: Factor of the sums.
+        """
         size = self.ranks.size
         received = self._exchanged([one.reshape(size, self.room, one.shape[-1]) for one in tensors])
         sums = []
@@ -176,7 +198,7 @@ class Routes:
         return sums
 
     def _exchanged(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """(ranks, rows, ...) tensors, in one exchange."""
+        """Exchanges tensors (ranks, rows, ...) by rank, in one all-to-all of their bytes."""
         as_bytes = [one.detach().contiguous().view(torch.uint8) for one in given]
         sent = torch.cat(as_bytes, -1)
         received = torch.empty_like(sent)
@@ -191,7 +213,7 @@ class _Send(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, routes: Routes
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.routes = routes
-        counted = chosen.to(torch.int32) + 1  # 0: of a row that is none
+        counted = chosen.to(torch.int32) + 1  # 0: a padding row
         theirs, their_weights, counted = routes.spread([x, weights, counted])
         their_choices = counted.long() - 1
         ctx.mark_non_differentiable(their_choices)

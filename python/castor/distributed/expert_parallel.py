@@ -1,4 +1,4 @@
-"""Ranks that divide a model's experts, and train each with data of its own."""
+"""Expert parallelism: ranks have different experts of a model, and each has its own data."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from castor.distributed.tensor_parallel import TensorParallel
 from castor.errors import UsageError
 
 _MOST_AT_ONCE = 1 << 18
-"""Elements of gradients that are summed together, but for larger ones."""
+"""Largest number of gradient elements that one all-reduce sums; a larger gradient goes alone."""
 
 
 class ExpertParallel(TensorParallel):
-    """A model of which this process has some of the experts, and all that is no expert.
+    """A model of which this process has some of the experts, and all other parameters.
 
     Ranks exchange tokens at the experts (castor.distributed.expert_exchange), so the gradients of
-    these are complete where they are; all others become the mean over the ranks before each step.
+    experts are complete on their rank. All other gradients are averaged over the ranks before each
+    step.
     """
 
     def start(self, generators: Generators, stages: Sequence[range] | None = None) -> None:
-        """After boost: ranks that are done with generate serve those that are not.
+        """Has ranks that are done with generate serve the others, after boost.
 
         Args:
-            generators: Of the model, whose numbers are this rank's own.
-            stages: Numbers of the blocks of each of this process's stages; None: it has all.
+            generators: Generators that the model draws from; they stay different on each rank.
+            stages: Not used; see TensorParallel.start.
         """
         model = self.model
         self.exchange.device = generators.device
@@ -41,15 +42,17 @@ class ExpertParallel(TensorParallel):
         self.refuse_readers(model)
 
     def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None:
-        """Before a step: what every rank has gets the mean of the ranks' gradients. Collective.
+        """Averages over the ranks the gradients of parameters that all have. Collective.
+
+        Runs before a step.
 
         Args:
-            session: Of the model.
-            params: In its order.
+            session: Session of the model.
+            params: Its parameters, in the session's order.
 
         Raises:
             UsageError: Another rank does something else, or has another loss scale.
-            Error: One is gone.
+            Error: A rank is gone.
         """
         present, scale = session.gradient_marks()
         whole = [i for i, param in enumerate(params) if param not in self.cuts]
@@ -71,12 +74,12 @@ class ExpertParallel(TensorParallel):
             self.ranks.tensors.all_reduce(total)
             total /= self.ranks.size
             for grad, mean in zip(some, total.split([grad.numel() for grad in some]), strict=True):
-                # Not as an edit of the user's, whom a loss scale would be hidden from.
+                # Through .data: an edit by the user would be refused under a loss scale.
                 grad.data.copy_(mean.view_as(grad))
 
 
 def _together(grads: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
-    """Groups gradients of one type that follow each other, some elements at a time."""
+    """Groups successive gradients of one type, up to _MOST_AT_ONCE elements together."""
     for _, of_type in groupby(grads, key=lambda grad: grad.dtype):
         some: list[torch.Tensor] = []
         for grad in of_type:
@@ -88,9 +91,9 @@ def _together(grads: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
 
 
 class _Generate:
-    """A model's generate, behind which this rank serves the others until they are done too.
+    """A model's generate, after which this rank serves the others until they are done too.
 
-    Each has its own prompts, and may need more tokens than another.
+    Ranks have different prompts, so one may need more tokens than another.
     """
 
     def __init__(self, model: Any, exchange: ExpertExchange) -> None:
@@ -98,7 +101,7 @@ class _Generate:
         self._exchange = exchange
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model."""
+        """Generates with the class's generate, then serves the other ranks."""
         model: Any = self._model()
         assert model is not None
         generated = type(model).generate(model, *args, **kwargs)

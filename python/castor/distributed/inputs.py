@@ -1,4 +1,4 @@
-"""Checks that ranks which compute one batch were called with equal inputs."""
+"""Inputs of forwards: checks that ranks which share a batch were called with equal ones."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def by_name(
     if not args:
         return kwargs
     signature = inspect.signature(function)
-    # Of others a decorator of the function may know.
+    # A decorator of the function may take other arguments.
     known = {name: value for name, value in kwargs.items() if name in signature.parameters}
     return signature.bind_partial(*args, **known).arguments | kwargs
 
 
 def asked_of(model: nn.Module, kwargs: Mapping[str, Any], name: str, default: Any = False) -> Any:
-    """Returns an option of a call of transformers' model: the argument's, or else the config's."""
+    """Returns an option of a call to a transformers model: the argument, or else the config's."""
     given = kwargs.get(name)
     return getattr(model.config, name, default) if given is None else given
 
@@ -47,23 +47,24 @@ def check_inputs(
     asked: Mapping[str, Any] | None = None,
     beside: Any = None,
 ) -> list[Any]:
-    """Ranks that share layers or sequences compute one batch. Collective; a pre-hook of the model.
+    """Checks that all ranks were called with equal inputs. Collective.
 
-    Caches are left out, of which each has its part.
+    Pre-hooks of models call it where ranks share layers or sequences. Caches are not compared,
+    since each rank has its own shard of them.
 
     Args:
-        ranks: Those that do.
-        model: That is called.
-        args: Of the call.
-        kwargs: Of the call.
-        asked: What else has to be the same, by its name in a message.
-        beside: See Peers.check_equal.
+        ranks: Ranks that compute one batch.
+        model: The model that is called.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        asked: Other values that have to be equal, by their names in a message.
+        beside: Value that may differ; see Peers.check_equal.
 
     Returns:
-        What every rank gives `beside`, in rank order.
+        The value of `beside` of each rank, in rank order.
 
     Raises:
-        UsageError: They were given different ones; every rank raises it.
+        UsageError: Ranks were given different inputs; every rank raises it.
     """
     digest = 0
     for leaf in tree_flatten((args, kwargs), is_leaf=_is_cache)[0]:
@@ -80,15 +81,17 @@ def check_inputs(
 
 
 def check_numbers(numbers: torch.Tensor, count: int, what: str) -> None:
-    """All are of a vocabulary: of another one no rank has a row, and zeros would be computed with.
+    """Checks that all numbers are within a vocabulary.
+
+    For another number no rank has a row, and a vocab-parallel layer would compute with zeros.
 
     Args:
-        numbers: Of tokens.
-        count: How many there are.
-        what: They are, for a message.
+        numbers: Numbers of tokens.
+        count: Size of the vocabulary.
+        what: Name of the numbers, for a message.
 
     Raises:
-        IndexError: As where the vocabulary is whole.
+        IndexError: A number is out of range, as with a full vocabulary in PyTorch.
     """
     if numbers.is_meta or not numbers.numel():  # a simulated model
         return
@@ -101,7 +104,7 @@ def check_numbers(numbers: torch.Tensor, count: int, what: str) -> None:
 
 
 def find_cache(given: Iterable[Any]) -> Any:
-    """Transformers' cache of keys and values among arguments; None: there is none."""
+    """Returns transformers' cache of keys and values among arguments; None: there is none."""
     return next(filter(_is_cache, given), None)
 
 

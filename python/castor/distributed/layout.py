@@ -19,47 +19,52 @@ from castor.runtime.ranks import Peers, Ranks, make_ranks, make_savers, rank_and
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """The groups that this process is in. Ranks of one layer's parts are neighbours."""
+    """The groups that this process is in. Tensor-parallel ranks are neighbours."""
 
     data: Ranks | None
-    """Ranks with the same shard of the model and other data or tokens; None: there are none."""
+    """Ranks with the same shard of the model and other data or tokens; None: this rank is the only
+    one with its shard."""
     tensor: TensorRanks | None
-    """Ranks with the other shards of each layer and the same tokens, or with the other experts and
-    other tokens; None: layers are full."""
+    """Tensor-parallel ranks, or expert-parallel ranks; None: layers are full.
+
+    Tensor-parallel ranks have the other shards of each layer and the same tokens. Expert-parallel
+    ranks have the other experts and other tokens.
+    """
     process: int
-    """Number of this rank among all."""
+    """Number of this process among all ranks of the run."""
     sequence: TensorRanks | None
-    """Ranks with other tokens of the same data; None: sequences are full."""
+    """Context-parallel ranks, with other tokens of the same data; None: sequences are full."""
 
     stages: TensorRanks | None = None
     """Ranks with the other pipeline stages, for the same data; None: there is one stage."""
     lines: tuple[tuple[int, ...], ...] = ()
-    """The processes with the stages of each copy of the model, in the order of stages."""
+    """Processes of each pipeline, one for each rank of `stages`, in the order of stages."""
     between_stages: distributed.ProcessGroup | None = None
-    """Process group that hidden states go through."""
+    """Process group that sends stage inputs and outputs; None: there is one stage."""
     everyone: Peers | None = None
-    """All ranks, for checkpoints; None: each has the whole model, and `data` are all."""
+    """All ranks, for checkpoints; None: each has the full model, and `data` are all ranks."""
 
     @property
     def groups(self) -> tuple[Peers, ...]:
-        """Groups through which this rank reaches all others; none: it is alone."""
+        """Groups through which this rank reaches all others; empty: it is alone."""
         groups = (self.tensor, self.data, self.stages)
         return tuple(group for group in groups if group is not None)
 
     @classmethod
     def find(cls, tensor_size: int, sequence_size: int, stages: int, *, asked: str) -> RankLayout:
-        """Divides all ranks: neighbours share layers, neighbours of these sequences, then stages.
+        """Makes the groups of all ranks. Collective: every rank calls it.
 
-        Collective: every rank calls it.
+        Tensor-parallel ranks are direct neighbours, then follow context-parallel ranks, then
+        stages, then data-parallel replicas.
 
         Args:
-            tensor_size: Ranks that share layers.
-            sequence_size: Ranks that share sequences.
-            stages: Ranks that have the stages of a model.
-            asked: The arguments that say so.
+            tensor_size: Number of ranks of a tensor-parallel (or expert-parallel) group.
+            sequence_size: Number of ranks of a context-parallel group.
+            stages: Number of ranks of a pipeline.
+            asked: The user's arguments that set these sizes, for a message.
 
         Raises:
-            UsageError: Their number is no multiple of the product.
+            UsageError: The number of ranks is no multiple of the product of the sizes.
         """
         rank, size = rank_and_size()
         each = tensor_size * sequence_size * stages
@@ -83,24 +88,24 @@ class RankLayout:
         )
 
     def among_stages(self, numbers: Sequence[int]) -> TensorRanks | None:
-        """Some of the ranks that have the stages of this part of the model.
+        """Makes a group of some of this rank's pipeline ranks.
 
         Collective: every rank of the run calls it, with the same numbers.
 
         Args:
-            numbers: Theirs in `stages`; ascending, two or more.
+            numbers: Numbers of the group's ranks in `stages`; ascending, two or more.
 
         Returns:
-            None where this rank is none of them.
+            The group; None if this rank is not in it.
         """
         some = [[line[number] for number in numbers] for line in self.lines]
         some += [[rank] for line in self.lines for n, rank in enumerate(line) if n not in numbers]
         return _exchanging(some, self.process)
 
     def share_of_cores(self) -> int:
-        """Number of this process's cores that are its own: ranks share theirs.
+        """Returns this process's share of the cores that it shares with other ranks. Collective.
 
-        Collective. 0: it is alone, and has all.
+        Returns 0 if the process is alone and has all cores.
         """
         if not self.groups:
             return 0
@@ -116,7 +121,7 @@ class RankLayout:
 
 
 def _exchanging(parts: list[list[int]], rank: int) -> TensorRanks | None:
-    """Returns the ranks of this rank's group, if there are others."""
+    """Returns the ranks of this rank's group; None if it is alone there."""
     if all(len(part) == 1 for part in parts):
         return None
     (name,) = own_groups(parts, 1)  # all ranks make all groups
@@ -127,14 +132,14 @@ def _exchanging(parts: list[list[int]], rank: int) -> TensorRanks | None:
 
 
 def data_rank_and_size(sharing: int, neighbours: int = 1) -> tuple[int, int]:
-    """Returns the number of this process's part of the data, and how many parts there are.
+    """Returns the number of this process's shard of the data, and the number of data shards.
 
     Collective: every rank calls it.
 
     Args:
-        sharing: How many ranks take the same data.
-        neighbours: Of ranks one after the other, how many take different data: those that divide
-            experts alone.
+        sharing: Number of ranks that take the same data.
+        neighbours: Number of neighbouring ranks that take different data: the size of an
+            expert-parallel group without tensor parallelism; otherwise 1.
     """
     rank, size = rank_and_size()
     group, place = rank // (sharing * neighbours), rank % neighbours

@@ -1,4 +1,4 @@
-"""Batches in parts that follow each other, whoever runs them."""
+"""Micro-batches of a batch, and the schedules that run them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from castor.errors import UsageError
 from castor.runtime.engine import engines_holding
 
 Criterion = Callable[[Any, Mapping[str, Any]], torch.Tensor]
-"""(the model's outputs, the micro-batch) -> loss, a scalar"""
+"""A loss function: (the model's outputs, the micro-batch) -> loss, a scalar."""
 
 
 NO_LOSS = (
@@ -26,29 +26,32 @@ NO_LOSS = (
 
 
 _INPUTS = ("input_ids", "inputs_embeds", "pixel_values")
-"""Arguments of a model, one of which has the rows that a batch is divided by."""
+"""Arguments of a model; the first that is there says how many rows the batch has."""
 _ITEMS = "num_items_in_batch"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
-    """Into how many a batch is divided, or how many rows one has; the other one is None."""
+    """The division of batches into micro-batches, by `count` or by `size`; the other is None."""
 
     count: int | None
+    """Number of micro-batches of a batch."""
     size: int | None
+    """Number of rows of a micro-batch."""
 
     def of(self, batch: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
-        """Divides the rows of a batch. Tensors of another first dimension go to each as they are.
+        """Splits a batch into micro-batches by rows.
 
-        A micro-batch's num_items_in_batch is its share of the batch's, since the mean of the
+        Tensors whose first dimension is not the number of rows go to each micro-batch unchanged. A
+        micro-batch's num_items_in_batch is its share of the batch's, since the mean of the
         micro-batches' losses is taken.
 
         Args:
-            batch: Tensors by name, and what else there is.
-            device: Tensors come there.
+            batch: Tensors and other values, by name.
+            device: Device that tensors are moved to.
 
         Raises:
-            UsageError: There are no rows, or they cannot be divided evenly.
+            UsageError: The batch has no tensor or no rows, or rows cannot be divided evenly.
         """
         tensors = {
             name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and x.ndim > 0
@@ -80,29 +83,29 @@ class Microbatches:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The work on a batch."""
+    """Options of one run of a batch."""
 
     criterion: Criterion | None
-    """Computes the loss; None: the model does, of its labels."""
+    """Computes the loss; None: the model computes it from labels."""
     scale: float
-    """Factor of losses before backward."""
+    """Factor of the losses before backward (the loss scale)."""
     loss: bool
-    """Whether all ranks learn the loss."""
+    """Whether all ranks get the loss."""
     outputs: bool
-    """Whether the last stage's ranks keep what the model returns."""
+    """Whether ranks with the last stage return the model's outputs."""
 
     @property
     def needs_loss(self) -> bool:
-        """Backward does as well."""
+        """Whether the loss is computed: it was asked for, or backward needs it."""
         return self.loss or torch.is_grad_enabled()
 
     def loss_of(self, outputs: Any, part: Mapping[str, Any]) -> torch.Tensor:
         """Computes the loss of a micro-batch.
 
         Raises:
-            UsageError: There is neither a criterion nor a loss of the model's, or it has no
+            UsageError: There is neither a criterion nor a loss of the model, or the loss has no
                 gradient.
-            TypeError: It is no scalar.
+            TypeError: The loss is no scalar.
         """
         given: Any = getattr(outputs, "loss", None)
         if self.criterion:
@@ -125,28 +128,29 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The results of a run of the schedule."""
+    """The results of one run of a schedule."""
 
     loss: torch.Tensor | None
-    """The mean over the micro-batches, on every rank; None: nobody asked for it."""
+    """Mean loss over the micro-batches, on every rank; None: it was not asked for."""
     outputs: list[Any] | None
-    """The model's, of each micro-batch, on ranks with the last stage; None: nobody asked."""
+    """The model's outputs for each micro-batch, on ranks with the last stage; None: they were not
+    asked for, or another rank has them."""
 
 
 class Schedule(Protocol):
     """Runs the micro-batches of a boosted model."""
 
     def start(self) -> None:
-        """After boost: schedule_of finds it."""
+        """Has schedule_of find this schedule, after boost."""
         ...
 
     def run(self, batch: Any, asked: Asked) -> Pass:
-        """All micro-batches of a batch, and back if there are gradients; see PipelineSchedule."""
+        """Runs all micro-batches, and backward too with gradients; see PipelineSchedule."""
         ...
 
 
 class Accumulation:
-    """The schedule of a model that is one stage: micro-batches one after the other."""
+    """The schedule of a model with one stage: runs micro-batches one after the other."""
 
     def __init__(
         self,
@@ -154,23 +158,23 @@ class Accumulation:
         microbatches: Microbatches,
         *divided: GivesLogits | None,
     ) -> None:
-        """Nothing is run.
+        """Prepares the schedule; runs nothing.
 
         Args:
-            model: Boosted.
-            microbatches: How batches are divided.
-            divided: See giving_logits.
+            model: The boosted model.
+            microbatches: Division of batches into micro-batches.
+            divided: Losses that leave out logits; see giving_logits.
         """
         self._model = weakref.ref(model)
         self._microbatches = microbatches
         self._divided = divided
 
     def start(self) -> None:
-        """See Schedule."""
+        """Has schedule_of find this schedule, after boost."""
         put_schedule(self._model(), self)
 
     def run(self, batch: Any, asked: Asked) -> Pass:
-        """See PipelineSchedule."""
+        """Runs all micro-batches, and backward too with gradients; see PipelineSchedule.run."""
         model = self._model()
         assert model is not None
         (engine,) = engines_holding(model)
@@ -194,19 +198,19 @@ class Accumulation:
 
 
 class GivesLogits(Protocol):
-    """Leaves out logits where a model computes its loss, unless a criterion needs them."""
+    """Leaves out logits if the model computes its loss, unless a criterion needs them."""
 
     gives_logits: bool
-    """Whether it gives them nevertheless."""
+    """Whether forwards give full logits all the same."""
 
 
 @contextmanager
 def giving_logits(asked: Asked, *divided: GivesLogits | None) -> Iterator[None]:
-    """In it a model gives a criterion all logits, of all tokens and of the full vocabulary.
+    """Has the model give logits of all tokens and the full vocabulary, if there is a criterion.
 
     Args:
-        asked: Whether there is a criterion.
-        divided: What would leave some out; None: nothing.
+        asked: Options of the run, with or without a criterion.
+        divided: Objects that would leave out logits; None is skipped.
     """
     those = [one for one in divided if one is not None]
     for one in those:
@@ -219,10 +223,10 @@ def giving_logits(asked: Asked, *divided: GivesLogits | None) -> Iterator[None]:
 
 
 def named(batch: Any) -> Mapping[str, Any]:
-    """The batch, which has to be a mapping.
+    """Returns the batch, after a check that it is a mapping.
 
     Raises:
-        TypeError: It is none.
+        TypeError: The batch is no mapping.
     """
     if not isinstance(batch, Mapping):
         raise TypeError(
@@ -237,7 +241,7 @@ _schedules: weakref.WeakKeyDictionary[nn.Module, Schedule] = weakref.WeakKeyDict
 
 
 def put_schedule(model: nn.Module | None, schedule: Schedule) -> None:
-    """From now on schedule_of finds it."""
+    """Has schedule_of find the schedule of a model."""
     assert model is not None
     _schedules[model] = schedule
 
@@ -246,7 +250,7 @@ def schedule_of(model: nn.Module) -> Schedule:
     """Returns the schedule of a boosted model.
 
     Raises:
-        UsageError: There is none.
+        UsageError: The model has no schedule.
     """
     found = _schedules.get(model) or _schedules.get(beneath_adapters(model))
     if found is None:

@@ -1,4 +1,4 @@
-"""Calls of a part of a model that only a call of the whole model makes as ranks divide it."""
+"""Modules that ranks may not call by themselves, because only the full model's call is sharded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from castor.distributed.layer_regions import upwards
 
 
 def parts_around_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules between the model and its rows of blocks: the base model of transformers.
+    """Returns the modules between the model and its blocks, such as transformers' base model.
 
-    They compute hidden states as the model does, without what is done where the model is called.
+    A call of such a module computes hidden states without the hooks of the model's own call.
     """
     rows = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
     outermost = [name for name in rows if not any(above in rows for above in [*upwards(name)][1:])]

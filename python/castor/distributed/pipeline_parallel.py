@@ -1,4 +1,4 @@
-"""Stages of a model on several ranks: who has which modules, and what of them is common."""
+"""Pipeline parallelism: the stages of a model on several ranks, and the parameters they share."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from castor.runtime.waits import waiting
 from castor.runtime.weight_conversions import file_layout
 
 _NOBODY_SENDS = 1 << 20
-"""A tag; torch's schedules use none."""
+"""Tag of a message that is never sent; torch's schedules use no tags."""
 
 
 class PipelineParallel:
-    """A model of which this process has some stages."""
+    """A model of which this process has some pipeline stages."""
 
     def __init__(
         self,
@@ -54,23 +54,24 @@ class PipelineParallel:
         folded: bool = False,
         layers: Sequence[int] | None = None,
     ) -> None:
-        """Finds out what is whose; nothing is changed.
+        """Assigns blocks to stages and stages to ranks; changes nothing.
 
         Args:
-            model: On the CPU, lazy or not; of transformers.
-            plan: Of it.
-            ranks: That have its stages.
-            among: Finds some of these, by number, where all ranks of the run call it alike; None
-                where this one is not among them.
-            group: What tensors go through from one to another.
-            chunks: Stages a rank has.
+            model: A full model of transformers, on the CPU, lazy or not.
+            plan: Pipeline plan of the model.
+            ranks: Ranks that have its stages.
+            among: Makes a group of some of these ranks, by their numbers, or returns None if this
+                rank is not among them. All ranks of the run call it with the same numbers.
+            group: Process group that stage inputs and outputs go through.
+            chunks: Number of stages of each rank.
             folded: Whether every second row of stages goes back from the last rank to the first, as
-                a V; otherwise each begins at the first again.
-            layers: How many blocks each stage has; None: by what they cost.
+                a V. Otherwise each row begins at the first rank again.
+            layers: Number of blocks of each stage; None: balanced by their cost.
 
         Raises:
             UsageError: There are too few blocks, or `layers` does not fit.
-            NotImplementedError: See ask_for_router_logits.
+            NotImplementedError: The model's outputs have router logits, and castor cannot send
+                them between stages; see ask_for_router_logits.
         """
         blocks = plan.blocks_of(model)
         stages = ranks.size * chunks
@@ -98,15 +99,15 @@ class PipelineParallel:
         self.rank_of_block = [
             rank for rank, of in zip(self._rank_of, layers, strict=True) for _ in range(of)
         ]
-        """Rank of each block of the model."""
+        """Number of the rank that has each block of the model."""
         self.tensor: TensorParallel | None = None
         """Tensor parallelism of each layer; None: there is none."""
         self.sequences: SequenceParallel | None = None
         """Context parallelism; None: there is none."""
         self.running = False
-        """Whether a schedule is under way, which calls the model."""
+        """Whether a pass through all stages is under way, in which the model may be called."""
         self.broken = ""
-        """Why the ranks are no longer connected."""
+        """Reason why the ranks are no longer connected; empty: they are."""
         self._idle = waiting(
             ranks.rank, ranks.size,
             place="is in a pass through all stages",
@@ -120,16 +121,16 @@ class PipelineParallel:
         self._among = among
         self.group = group
         self.device = torch.device("cpu")
-        """Device of this rank."""
+        """Device that this rank computes on."""
         self.generators = Generators(self.device)
         self.whole_model: WholeModel | None = None
         self._shared = SharedParameters([])
-        """Parameters that other ranks' stages have as well."""
+        """Parameters of which other ranks' stages have copies too."""
         self._modules: StageModules | None = None
 
     @property
     def has_last(self) -> bool:
-        """Whether the last stage is this process's."""
+        """Whether this process has the last stage."""
         return self._rank_of[-1] == self._rank
 
     @property
@@ -140,7 +141,7 @@ class PipelineParallel:
 
     @property
     def encoder(self) -> nn.Module | None:
-        """The encoder of an encoder-decoder; None: the model is none."""
+        """The encoder of an encoder-decoder; None: the model has none."""
         model, row = self._model(), self._plan.encoder
         assert model is not None
         return model.get_submodule(row.base) if row else None
@@ -148,14 +149,16 @@ class PipelineParallel:
     def apply(self, optimizers: Sequence[Optimizer], named: nn.Module) -> None:
         """Leaves this rank's stages in the model, and their parameters in the optimizers.
 
-        Parameters are rank 0's values. Collective.
+        Parameters get rank 0's values. Collective.
 
         Args:
-            optimizers: Of the model.
-            named: What names its tensors: the model, or PEFT's around it.
+            optimizers: The model's optimizers.
+            named: Module whose state_dict names the tensors: the model, or the PeftModel around it.
 
         Raises:
-            UsageError: Ranks would draw other values for lazy parameters; every rank raises it.
+            UsageError: Ranks would draw different values for lazy parameters (every rank raises
+                it), or a parameter is quantised.
+            NotImplementedError: PEFT's file of an adapter has a tensor that is not the model's.
         """
         model = self._model()
         assert model is not None
@@ -182,11 +185,11 @@ class PipelineParallel:
                         group[listed][:] = itertools.compress(group[listed], kept)
 
     def start(self, dtype: torch.dtype, device: torch.device) -> None:
-        """After boost: watches who calls the model.
+        """Installs the hooks that check calls of the model and of state_dict, after boost.
 
         Args:
-            dtype: That the model computes in.
-            device: Where it does.
+            dtype: Type that the model computes in.
+            device: Device that the model computes on.
         """
         model = self._model()
         assert model is not None
@@ -200,37 +203,37 @@ class PipelineParallel:
             module.register_state_dict_pre_hook(ModuleHook(self._check_reader))
 
     def ask_for_router_logits(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-        """Has router logits go with hidden states in a call, where its outputs have them.
+        """Has router logits sent along with hidden states if the outputs of a call have them.
 
         Args:
-            model: Whose stages these are.
-            kwargs: Of its forward, by name.
+            model: The model of these stages.
+            kwargs: Arguments of its forward, by name.
 
         Raises:
-            NotImplementedError: They have another form than castor knows.
+            NotImplementedError: Router logits are asked for, in a form that castor does not know.
         """
         self._transfer.routers.ask(bool(asked_of(model, kwargs, "output_router_logits")))
 
     def begin(self) -> None:
-        """Backward passes follow."""
+        """Prepares the gradients of shared parameters for the backward passes that follow."""
         self._shared.begin()
 
     def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None:
-        """Before a step: what several stages share has the gradient of all. Collective.
+        """Sums the gradients of parameters that several stages share, before a step. Collective.
 
         Args:
-            session: Of the stages.
-            params: Theirs, in its order.
+            session: Session of this process's stages.
+            params: Parameters of the session, in its order.
         """
         self._shared.settle()
         if self.tensor:
             self.tensor.settle_gradients(session, params)
 
     def check_connected(self) -> None:
-        """Before what needs the other ranks.
+        """Checks that the ranks are still connected, before a call that needs the others.
 
         Raises:
-            UsageError: A step has failed, and they have let go of each other.
+            UsageError: A step has failed, and the ranks have disconnected from each other.
         """
         if self.broken:
             raise UsageError(
@@ -240,13 +243,13 @@ class PipelineParallel:
 
     @contextmanager
     def awaiting(self) -> Iterator[None]:
-        """Within it, but for what is computing(), this rank waits for other stages, and says so."""
+        """Marks this rank as waiting for other stages, except within computing()."""
         with self._idle:
             yield
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """See awaiting(), in which it is."""
+        """Marks this rank as computing, inside awaiting()."""
         self._idle.__exit__()
         try:
             yield
@@ -254,10 +257,13 @@ class PipelineParallel:
             self._idle.__enter__()
 
     def disconnect(self) -> None:
-        """This rank cannot go on: whoever waits for it, in a schedule or a layer, raises."""
+        """Disconnects this rank, which cannot go on.
+
+        Ranks that wait for it, in a schedule or a layer, raise.
+        """
         for other in range(self.ranks.size):
             if other != self._rank:
-                # A wait of gloo's that is over time closes the connections of its group.
+                # A wait of gloo that runs out of time closes the connections of its group.
                 with suppress(RuntimeError):
                     awaited = distributed.irecv(
                         torch.empty(1), group=self.group, group_src=other, tag=_NOBODY_SENDS
@@ -269,7 +275,7 @@ class PipelineParallel:
                 divided.ranks.leave()
 
     def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
-        """See TensorParallel: of all stages' gradients. Collective."""
+        """Returns the L2 norm of all stages' gradients; see TensorParallel. Collective."""
         elsewhere = self._shared.counted_elsewhere
         own = {
             param: square
@@ -300,19 +306,21 @@ class PipelineParallel:
 
     @property
     def stage(self) -> int:
-        """Number of this rank's part of the model among those of other ranks."""
+        """Number of this rank in the pipeline."""
         return self._rank
 
     @property
     def has_first_part(self) -> bool:
-        """See TensorParallel: of this rank's stages."""
+        """Whether this rank is the first of those with its stages; see TensorParallel."""
         return self.tensor is None or self.tensor.has_first_part
 
     def meet(self) -> None:
-        """See TensorParallel: of all stages too.
+        """Returns when the ranks of all stages are here; see TensorParallel. Collective.
 
         Raises:
-            UsageError: A step has failed, and the ranks have let go of each other.
+            UsageError: A step has failed, and the ranks have disconnected from each other; or a
+                rank is within a pass.
+            Error: A rank is gone.
         """
         self.check_connected()
         if self.tensor:
@@ -320,7 +328,11 @@ class PipelineParallel:
         self.ranks.gather(None)
 
     def _find_shared(self, owners: Mapping[nn.Parameter, set[int]]) -> SharedParameters:
-        """Collective: of the ranks that have each parameter."""
+        """Makes the groups of ranks that share parameters. Collective.
+
+        Args:
+            owners: Ranks that have each parameter.
+        """
         groups: dict[tuple[int, ...], TensorRanks | None] = {}
         copies = []
         for param, ranks in owners.items():
@@ -385,11 +397,11 @@ def _adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
     """Returns the tensors that PEFT writes of a full model; see WholeModel.adapters.
 
     Raises:
-        NotImplementedError: It writes something that is no tensor of the model.
+        NotImplementedError: PEFT writes a tensor that is not the model's.
     """
     state = model.state_dict(keep_vars=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what it would write, when it writes
+        warnings.simplefilter("ignore")  # warnings about the file, which nothing writes here
         found = adapter_tensors(model, state)
     key_of = {id(tensor): key for key, tensor in reversed(state.items())}
     for adapter, tensors in found.items():

@@ -1,4 +1,4 @@
-"""Plans by which models are cut into stages: Hugging Face's, and ours where there is none."""
+"""Plans that split models into pipeline stages: castor's own, or transformers' pp_plan."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """A model whose hidden states go through a row of blocks; names are of its modules."""
+    """The modules of a model whose hidden states go through a row of blocks, by their names."""
 
     before: tuple[str, ...]
-    """Modules that make hidden states of the inputs."""
+    """Modules that make hidden states from the inputs."""
     blocks: str
-    """The ModuleList."""
+    """The ModuleList of the blocks."""
     after: tuple[str, ...]
-    """Modules that make outputs of the last hidden states."""
+    """Modules that make outputs from the last hidden states."""
     in_tuples: bool = False
-    """Whether a block returns its hidden states as the first of a tuple."""
+    """Whether a block returns its hidden states as the first item of a tuple."""
     images: bool = False
-    """Whether the inputs are images, of which each patch is a token behind one of its own."""
+    """Whether the inputs are images: a class token, then one token for each patch."""
     base: str = ""
-    """The module whose forward all this is in; empty: the model."""
+    """The module whose forward runs all of these modules; empty: the model itself."""
     bias: str = ""
-    """In the first block, what makes the position bias that later blocks are given: compute_bias of
-    transformers' T5 attention. Empty: there is none."""
+    """Name, in the first block, of the attention that computes the position bias for later blocks
+    (compute_bias of transformers' T5 attention). Empty: there is none."""
     encoder: PipelinePlan | None = None
-    """Plan of another row, which runs before: all blocks take its base's outputs as well."""
+    """Plan of another row, which runs first. All blocks of this row take its base's outputs too."""
 
     @property
     def rows(self) -> tuple[PipelinePlan, ...]:
@@ -49,11 +49,11 @@ class PipelinePlan:
         return dict(model.get_submodule(self.blocks).named_children())
 
     def within(self, base: nn.Module, prefix: str) -> PipelinePlan:
-        """This plan of a base model, with names as they are in the model around it.
+        """Returns this plan of a base model, with names as they are in the model around it.
 
         Args:
-            base: Of which the names are; parts that it lacks are left out.
-            prefix: Of names.
+            base: Base model that the names belong to; modules that it lacks are left out.
+            prefix: Prefix of the base model's names in the model around it.
         """
         return replace(
             self,
@@ -105,17 +105,17 @@ _OURS = {
         before=("embeddings",), blocks="layers", after=("layernorm", "pooler"), images=True
     ),
 }
-"""By model_type of the configuration; names in the base model."""
+"""Castor's own plans, by model_type of the configuration. Names are those in the base model."""
 _BLOCKS_OF_THEIRS = "layers"
 SHIFT = "prepare_decoder_input_ids_from_labels"
-"""Method of transformers that makes a decoder's inputs of labels."""
+"""Method of transformers that makes a decoder's inputs from labels."""
 
 
 def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
-    """Returns the plan by which this model can be cut.
+    """Returns the plan that splits this model into stages.
 
     Raises:
-        NotImplementedError: There is no plan for it, or it is not built as its plan says.
+        NotImplementedError: There is no plan for the model, or it is not built as its plan says.
     """
     planned = _base_and_plan(model)
     if planned is None:
@@ -158,9 +158,9 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
 
 
 def find_blocks(model: nn.Module) -> str | None:
-    """The name of the row of blocks between which tokens are divided; None: castor knows none."""
+    """Returns the name of the row of blocks, for sequence parallelism; None: castor knows none."""
     planned = _base_and_plan(model)
-    # Patches and one more: no number divides these.
+    # Images have a token for each patch and one more, which seldom divide evenly.
     if planned is None or planned[1].images or planned[1].encoder:
         return None
     base, plan = planned
@@ -168,7 +168,7 @@ def find_blocks(model: nn.Module) -> str | None:
 
 
 def _base_and_plan(model: nn.Module) -> tuple[nn.Module, PipelinePlan] | None:
-    """The part of a model that a plan is for, and the plan."""
+    """Returns a model's base model and the plan for it; None: there is no plan."""
     base: Any = getattr(model, "base_model", None)
     config: Any = getattr(model, "config", None)
     kind = str(getattr(config, "model_type", ""))
@@ -179,12 +179,15 @@ def _base_and_plan(model: nn.Module) -> tuple[nn.Module, PipelinePlan] | None:
 
 
 def _of_the_block_before(block: nn.Module) -> list[str]:
-    """Arguments besides hidden states, as transformers names them (GLM's chosen tokens)."""
+    """Returns the arguments that a block takes from the one before, besides hidden states.
+
+    transformers names them prev_... (the chosen tokens of GLM).
+    """
     return [name for name in inspect.signature(block.forward).parameters if name[:5] == "prev_"]
 
 
 def _takes_masks(model: nn.Module) -> bool:
-    """Whether it learns to fill in patches that are masked."""
+    """Whether the model learns to fill in masked patches."""
     return "bool_masked_pos" in inspect.signature(model.forward).parameters
 
 
@@ -193,7 +196,7 @@ def _prefix_of(model: nn.Module, base: nn.Module) -> str:
 
 
 def _from_theirs(plan: Any) -> PipelinePlan | None:
-    """transformers': names in order of computation, with what each takes and gives."""
+    """Makes a plan from transformers' pp_plan, whose names are in order of computation."""
     if not isinstance(plan, Mapping) or _BLOCKS_OF_THEIRS not in plan:
         return None
     names = [str(name) for name in plan]
@@ -204,7 +207,7 @@ def _from_theirs(plan: Any) -> PipelinePlan | None:
 
 
 def _present(base: nn.Module, prefix: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names that the model has: its configuration leaves some out."""
+    """Returns the names of the modules that the model has; its configuration may leave some out."""
     return tuple(prefix + name for name in names if _child(base, name) is not None)
 
 
@@ -220,25 +223,26 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def cheapest_cuts(model: nn.Module, plan: PipelinePlan, stages: int) -> list[int]:
-    """Returns the number of blocks of each stage; see even_cuts."""
+    """Returns the number of blocks of each stage, balanced by cost; see even_cuts."""
     behind = sum(_cost(model.get_submodule(name)) for name in plan.after)
     return even_cuts([_cost(block) for block in plan.blocks_of(model)], behind, stages)
 
 
 def _cost(module: nn.Module) -> float:
-    """In proportion to the operations for a token: products with its matrices."""
+    """Returns the elements of a module's matrices, in proportion to its operations for a token."""
     return float(sum(param.numel() for param in module.parameters() if param.ndim > 1))
 
 
 def even_cuts(costs: Sequence[float], last: float, stages: int) -> list[int]:
-    """Returns the number of blocks of each stage that makes the most expensive one cheapest.
+    """Returns the number of blocks of each stage that makes the most expensive stage cheapest.
 
-    One at least: hidden states are handed over where the next stage's first block would begin.
+    Each stage has one block at least: hidden states are sent where the next stage's first block
+    would begin.
 
     Args:
-        costs: Of each block.
-        last: Of what the last stage does besides.
-        stages: How many; at most as many as there are blocks.
+        costs: Cost of each block.
+        last: Cost of the modules that the last stage runs besides blocks.
+        stages: Number of stages; at most the number of blocks.
     """
     return list(_even_cuts(tuple(costs), last, stages))
 

@@ -39,7 +39,7 @@ from castor.runtime.engine import Engine, engines_holding
 
 
 class PipelineSchedule:
-    """The schedule of one model's stages. Holds no module."""
+    """The pipeline schedule of one model. Holds no module."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class PipelineSchedule:
         style: PipelineStyle,
         microbatches: Microbatches,
     ) -> None:
-        """Nothing is run.
+        """Prepares the schedule; runs nothing.
 
         Args:
-            model: Boosted.
-            parallel: Whose stages are this process's.
-            style: The order of forward and backward passes.
-            microbatches: How batches are divided.
+            model: The boosted model.
+            parallel: Its stages.
+            style: Order of forward and backward passes.
+            microbatches: Division of batches into micro-batches.
         """
         self._model = weakref.ref(model)
         self._parallel = parallel
@@ -63,7 +63,7 @@ class PipelineSchedule:
         self._known: tuple[tuple[Any, ...], list[_Stage], Any] | None = None
 
     def start(self) -> None:
-        """See Schedule."""
+        """Installs the forwards of stages, and has schedule_of find this schedule, after boost."""
         model = self._model()
         put_schedule(model, self)
         assert model is not None
@@ -74,20 +74,21 @@ class PipelineSchedule:
             encoder.forward = EncoderForward(encoder, self._parallel, forward.send_hidden)
 
     def run(self, batch: Any, asked: Asked) -> Pass:
-        """All micro-batches of a batch through all stages, and back if there are gradients.
+        """Runs all micro-batches of a batch forward, and backward too if gradients are enabled.
 
         Collective: every rank is given the same batch.
 
         Args:
             batch: Arguments of the model by name.
-            asked: What is to be done with it.
+            asked: Options of the run: criterion, loss scale, results.
 
         Raises:
-            TypeError: The batch is no mapping.
-            UsageError: It cannot be divided, inputs or a loss are missing, or ranks were given
-                different ones, or asked for different things.
-            Error: A rank with another stage is gone, or could not go on; nor can this one then.
-            Exception: What the model or the criterion raised here.
+            TypeError: The batch is no mapping, or the loss is no scalar.
+            UsageError: The batch cannot be divided evenly, inputs or a loss are missing, or ranks
+                were given different batches or options.
+            NotImplementedError: The batch asks for outputs that no rank of a pipeline has.
+            Error: A rank with another stage is gone or could not go on, so this one cannot either.
+            Exception: The model or the criterion raised it on this rank.
         """
         parallel, model = self._parallel, self._model()
         parallel.check_connected()
@@ -108,7 +109,7 @@ class PipelineSchedule:
         if parallel.sequences and training:
             check_inputs(parallel.sequences.ranks, model, (), dict(batch))
         if asked.needs_loss and asked.criterion is None and FOR_THE_LOSS.isdisjoint(batch):
-            raise UsageError(NO_LOSS)  # on every rank: only the last stage would find out
+            raise UsageError(NO_LOSS)  # on every rank, since only the last stage would find out
         stages, schedule = self._prepare(parts, training=training)
         for stage in stages:
             stage.begin(parts, asked)
@@ -116,7 +117,7 @@ class PipelineSchedule:
         def work() -> float | None:
             if training:
                 parallel.begin()
-            # Each micro-batch by its number: stages know them.
+            # torch passes on numbers of micro-batches: stages know the micro-batches themselves.
             numbers = torch.arange(len(parts))
             run = schedule.step if training else schedule.eval
             with parallel.awaiting():
@@ -139,7 +140,10 @@ class PipelineSchedule:
     def _prepare(
         self, parts: Sequence[Mapping[str, Any]], *, training: bool
     ) -> tuple[list[_Stage], Any]:
-        """Stages and schedule for micro-batches of this shape; the last ones are kept."""
+        """Returns the stages and torch's schedule for micro-batches of this shape.
+
+        The last result is kept, and returned again for the same shape.
+        """
         parallel, transfer, model = self._parallel, self._parallel.modules.transfer, self._model()
         assert model is not None
         rows, length = transfer.size_of(parts[0])
@@ -185,9 +189,9 @@ class PipelineSchedule:
 
 
 class _PipelineStage(PipelineStage):
-    """A stage over gloo, whose weights' gradients may come later than its inputs'.
+    """A stage over gloo, which may compute gradients of weights later than those of its inputs.
 
-    What goes in and out is memory of the host, wherever the stage computes.
+    Its inputs and outputs are in host memory, whatever device the stage computes on.
     """
 
     def __init__(self, enter: Enter, stage: _Stage, *args: Any, **kwargs: Any) -> None:
@@ -196,12 +200,12 @@ class _PipelineStage(PipelineStage):
         self._stage = stage
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        return []  # for NCCL; a stage whose neighbour is on its own rank would send to itself
+        return []  # for NCCL only; a stage with a neighbour on its own rank would send to itself
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[Any, Any]:
-        """A backward pass, or half of one: torch's halves pass AccumulateGrad by (0034)."""
+        """Runs a backward pass, or half of one: torch's own halves bypass AccumulateGrad (0034)."""
         with self._stage.parallel.computing():
             if backward_type == "input":
                 split = SplitBackward(
@@ -215,20 +219,20 @@ class _PipelineStage(PipelineStage):
                 return (), None
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
-    # Without gradients torch's schedule of a V asks for those between two stages of a rank.
+    # torch's ZBV schedule asks for gradients between two stages of a rank even when there are none.
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Returns the gradient for the stage before, on this rank."""
+        """Returns the gradient for the previous stage, on this rank."""
         local = super().get_local_bwd_output
         return local(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Takes the gradient of the stage behind, on this rank."""
+        """Takes the gradient from the next stage, on this rank."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 class _Stage(nn.Module):
-    """Stands for the stage's module in torch: hidden states in, hidden states or the loss out."""
+    """Module that torch takes for the stage: hidden states in, hidden states or the loss out."""
 
     def __init__(
         self, model: weakref.ref[nn.Module], parallel: PipelineParallel, number: int
@@ -246,26 +250,26 @@ class _Stage(nn.Module):
         self.outputs: list[Any] = []
 
     def begin(self, parts: list[dict[str, Any]], asked: Asked) -> None:
-        """Micro-batches follow."""
+        """Takes the micro-batches that follow."""
         self._parts, self._asked = parts, asked
         self.losses, self.outputs = [], []
 
     def end(self) -> None:
-        """They are over: lets go of them."""
+        """Lets go of the micro-batches and their results."""
         self._parts, self._asked = [], None
         self.losses, self.outputs = [], []
 
     def scaled(self, loss: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that backward begins with."""
+        """Returns a micro-batch's share of the scaled loss, with which backward begins."""
         assert self._asked is not None
         return loss[0] / len(self._parts) * self._asked.scale
 
     def forward(self, *received: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """One micro-batch.
+        """Runs one micro-batch.
 
         Args:
-            received: See StageTransfer.join; none: this is the first stage.
-            number: The micro-batch's, of shape (1,).
+            received: Stage input, see StageTransfer.join; empty: this is the first stage.
+            number: Number of the micro-batch, of shape (1,).
         """
         with self.parallel.computing():
             return self._computed(received, int(number))
@@ -304,7 +308,10 @@ class _Stage(nn.Module):
 
 
 def _entering(engine: Engine) -> Enter:
-    """Has the engine come to the modules of parameters as backward does: their chunks are there."""
+    """Returns a function that enters the modules of parameters as backward does.
+
+    So the engine brings the chunks of these parameters to the device.
+    """
     owners: dict[torch.Tensor, int] = {}
     for module, position in engine.positions.items():
         for param in module._parameters.values():

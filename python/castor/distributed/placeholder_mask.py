@@ -35,7 +35,7 @@ class PlaceholderMask:
 
 
 class FullMask(PlaceholderMask):
-    """The mask of all tokens, or from a rank's tokens to all."""
+    """The mask of all tokens, or the mask from a rank's tokens to all tokens."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

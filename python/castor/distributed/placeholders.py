@@ -1,4 +1,4 @@
-"""Placeholders for modules of other stages, while the model's own forward runs."""
+"""Placeholders for modules of other pipeline stages, where the model's own forward runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from castor.distributed.stage_transfer import StageTransfer
 from castor.errors import UsageError
 
 BIAS = "relative_attention_bias"
-"""The embedding that a position bias is made of, in an attention of transformers' T5."""
+"""Name, in an attention of transformers' T5, of the embedding that makes the position bias."""
 
 
 class _Placeholder(nn.Module):
-    """Stands for a module of another rank."""
+    """Placeholder for a module of another rank; it refuses to be copied or pickled."""
 
     def __deepcopy__(self, _memo: Any) -> NoReturn:
         self._refuse("copy")
@@ -35,7 +35,7 @@ class _Placeholder(nn.Module):
 
 
 class PlaceholderBlock(_Placeholder):
-    """Stands for a block of another stage."""
+    """Placeholder for a block of another stage."""
 
     def __init__(
         self, index: int, transfer: StageTransfer, *, in_tuples: bool = False, first: int = 0
@@ -47,7 +47,7 @@ class PlaceholderBlock(_Placeholder):
         self._in_tuples = in_tuples
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hidden states in, hidden states out; of any shape."""
+        """Takes hidden states of any shape; returns them, or the ones that the stage received."""
         hidden = args[0] if args else kwargs["hidden_states"]
         self._count_tokens(hidden, (*args, *kwargs.values()))
         hidden = self._passed_on(hidden)
@@ -57,7 +57,7 @@ class PlaceholderBlock(_Placeholder):
         transfer = self._transfer
         if transfer.send_hidden:
             return transfer.send_hidden(self._index, hidden)
-        at_encoders_end = transfer.encoder_blocks  # EncoderForward sends its output
+        at_encoders_end = transfer.encoder_blocks  # EncoderForward sends the encoder's output
         if self._index == transfer.end != at_encoders_end:
             transfer.leave(hidden)
         if self._index == transfer.begin - 1 != at_encoders_end - 1:
@@ -66,10 +66,14 @@ class PlaceholderBlock(_Placeholder):
         return hidden
 
     def _count_tokens(self, hidden: torch.Tensor, given: tuple[Any, ...]) -> tuple[Any, int]:
-        """A cache asks any layer how many tokens it has: one number each, for keys and values.
+        """Counts the tokens of a call in the cache, if there is one.
+
+        A cache may ask any layer for its number of tokens. So this layer stores one number for each
+        token, as its key and as its value.
 
         Returns:
-            How many there were, and how many keys a query of this layer sees.
+            The number of tokens in the cache before the call, and the number of keys that a query
+            of this layer sees.
         """
         cache = find_cache(given)
         rows, tokens = hidden.shape[:2]
@@ -84,7 +88,7 @@ class PlaceholderBlock(_Placeholder):
 
 
 class PlaceholderBiasedBlock(PlaceholderBlock):
-    """Stands for a block of a row whose first one makes the position bias that all are given."""
+    """Placeholder for a block of a row whose first block computes the position bias of all."""
 
     def __init__(
         self,
@@ -96,15 +100,15 @@ class PlaceholderBiasedBlock(PlaceholderBlock):
         first: nn.Module,
         path: str,
     ) -> None:
-        """Nothing is computed.
+        """Makes the placeholder; computes nothing.
 
         Args:
-            index: The block's.
-            transfer: Hidden states on their way into the stage and out of it.
+            index: Number of the block.
+            transfer: Stage inputs and outputs.
             row: Numbers of the row's blocks.
-            block: What this stands for.
+            block: The block that this placeholder replaces.
             first: The row's first block.
-            path: In that one, of the attention that makes the bias.
+            path: Name, in the first block, of the attention that computes the bias.
         """
         super().__init__(index, transfer, first=row.start)
         self._row = row
@@ -114,7 +118,7 @@ class PlaceholderBiasedBlock(PlaceholderBlock):
         self._kept = False
 
     def keep_bias(self) -> None:
-        """Takes what the bias is computed of into this module, under the name that it has."""
+        """Takes the embedding of the bias into this module, under the name that it has."""
         attention = self._attention()
         assert attention is not None
         bare = _with_bias_only(attention)
@@ -128,7 +132,7 @@ class PlaceholderBiasedBlock(PlaceholderBlock):
         self._attention, self._kept = weakref.ref(bare), True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hidden states and biases in, hidden states and biases out."""
+        """Takes hidden states and biases; returns them, with the position bias if it is needed."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
         hidden, bias = given["hidden_states"], given.get("position_bias")
         seen, keys = self._count_tokens(hidden, tuple(given.values()))
@@ -148,7 +152,7 @@ class PlaceholderBiasedBlock(PlaceholderBlock):
 
 
 def _with_bias_only(attention: nn.Module) -> nn.Module:
-    """The attention without its other modules; what is there is the same."""
+    """Returns a copy of the attention whose only module is the same embedding of the bias."""
     kind = type(attention)
     bare: nn.Module = kind.__new__(kind)
     nn.Module.__init__(bare)
@@ -159,18 +163,18 @@ def _with_bias_only(attention: nn.Module) -> nn.Module:
 
 
 class PlaceholderEnd(_Placeholder):
-    """Stands for embeddings of the first stage, or norms and heads of the last."""
+    """Placeholder for embeddings of the first stage, or for norms and heads of the last."""
 
     def __init__(
         self, transfer: StageTransfer, *, embeds: bool, tokens: bool, width: int | None = None
     ) -> None:
-        """Nothing is computed.
+        """Makes the placeholder; computes nothing.
 
         Args:
-            transfer: Hidden states on their way into the stage and out of it.
-            embeds: Whether it stands for embeddings ...
-            tokens: ... of tokens.
-            width: How many columns the other gives; None: as many as it is given.
+            transfer: Stage inputs and outputs.
+            embeds: Whether it replaces embeddings.
+            tokens: Whether these are embeddings of tokens (or else of positions, for example).
+            width: Number of columns of the replaced module's output; None: as in its input.
         """
         super().__init__()
         self._transfer = transfer
@@ -179,21 +183,22 @@ class PlaceholderEnd(_Placeholder):
         self._width = width
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """For embeddings zeros, otherwise hidden states as they are, of fewer columns if these are.
+        """Returns zeros for embeddings, and otherwise the hidden states, cut to `width` columns.
 
-        Zeros of shape (rows, tokens, width) for tokens, and of (1, 1, width) for what is added to
-        them: OPT makes positions of a mask that is as long as all that is cached.
+        Zeros have the shape (rows, tokens, width) for embeddings of tokens, and (1, 1, width) for
+        embeddings that are added to these. The latter cannot tell the number of tokens: OPT makes
+        positions from a mask that is as long as the cache.
         """
         given = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         if not self._embeds or given.ndim > 2:
-            return given[..., : self._width]  # a view: of more columns nothing is made
+            return given[..., : self._width]  # a view; the input may have fewer columns already
         zero = torch.zeros((), dtype=self._transfer.dtype, device=given.device)
         shape = tuple(given.shape) if self._tokens else (1, 1)
         return zero.expand(*shape, self._transfer.width)
 
 
 class PlaceholderImages(_Placeholder):
-    """Stands for the embeddings of images of the first stage."""
+    """Placeholder for the embeddings of images of the first stage."""
 
     def __init__(self, transfer: StageTransfer) -> None:
         super().__init__()
@@ -201,12 +206,12 @@ class PlaceholderImages(_Placeholder):
 
     @property
     def patch_embeddings(self) -> Any:
-        """Stands for the weights whose type a model computes in: those of its convolution."""
+        """Placeholder for the convolution, from whose weight the model reads its computing type."""
         weight = torch.empty(0, dtype=self._transfer.dtype)
         return SimpleNamespace(projection=SimpleNamespace(weight=weight))
 
     def forward(self, pixel_values: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Zeros of shape (rows, tokens, width)."""
+        """Returns zeros of shape (rows, tokens, width)."""
         transfer = self._transfer
         zero = torch.zeros((), dtype=transfer.dtype, device=pixel_values.device)
         return zero.expand(*transfer.size_of_images(pixel_values), transfer.width)

@@ -1,9 +1,9 @@
 """Per-rank RNG state, for modules in which ranks compute different shards of layers or tokens.
 
-All ranks hold equal RNG states, since what they compute in full has to be equal. Where a rank has
-other heads or other tokens than its peers, it draws from a state that is made of the common state
-and the rank's number. The common state goes on afterwards. The per-rank state is a function of the
-common one, so blocks that backward computes again draw the same numbers. Megatron-LM calls this the
+All ranks have equal RNG states, since replicated activations have to be equal. A rank
+with other heads or tokens than its peers draws from a state made from the common one and its rank
+number. The common state goes on afterwards. The per-rank state is a function of the common
+one, so blocks that backward recomputes draw the same numbers. Megatron-LM calls this the
 model-parallel RNG state.
 """
 
@@ -26,32 +26,32 @@ class RankRng:
     def __init__(
         self, rank: int, generators: Generators, when: Callable[[], bool] = lambda: True
     ) -> None:
-        """Nothing is changed.
+        """Changes nothing yet.
 
         Args:
-            rank: This one's.
-            generators: Of the model.
-            when: Whether ranks compute different things in the forward under way.
+            rank: Number of this rank.
+            generators: Generators that the model draws from.
+            when: Whether ranks compute different shards in the forward under way.
         """
         self._rank = rank
         self._generators = generators
         self._when = when
         self._states: tuple[States, States] | None = None
-        """The common one, and this rank's as it began."""
+        """The common state, and this rank's state as it began; None: outside the module."""
         self._kept: States | None = None
-        """This rank's, while the common ones are drawn."""
+        """This rank's state, while the common one is in use."""
 
     def start(self, module: nn.Module) -> None:
-        """From now on."""
+        """Uses this rank's state in the module's forwards from now on."""
         module.register_forward_pre_hook(ModuleHook(self._begin))
         module.register_forward_hook(ModuleHook(self._end), always_call=True)
 
     def end_at(self, module: nn.Module) -> None:
-        """From now on, behind a module within the other."""
+        """Returns to the common state after a module inside the one that was started."""
         module.register_forward_hook(ModuleHook(self._end))
 
     def leave_common(self, module: nn.Module) -> None:
-        """From now on, in a module within the other, ranks draw the common numbers all the same."""
+        """Keeps the common state in a module inside the one that was started."""
         module.register_forward_pre_hook(ModuleHook(self._begin_common))
         module.register_forward_hook(ModuleHook(self._end_common), always_call=True)
 
@@ -85,13 +85,13 @@ class RankRng:
 def give_rank_rng(
     model: nn.Module, plan: Mapping[str, Sequence[str]], rank: int, generators: Generators
 ) -> None:
-    """Has each rank drop out its own heads and hidden units, from now on.
+    """Gives dropout of sharded heads and hidden units its own RNG state on each rank.
 
     Args:
-        model: Whose layers are divided; of which this process may have some.
-        plan: How; see castor.distributed.tensor_plan.
-        rank: This one's.
-        generators: Of the model.
+        model: The tensor-parallel model, of which this process may have some stages only.
+        plan: Its tensor-parallel plan; see castor.distributed.tensor_plan.
+        rank: Number of this rank.
+        generators: Generators that the model draws from.
     """
     for region, sums in _dropping_regions(model, plan).items():
         numbers = RankRng(rank, generators)
@@ -105,9 +105,10 @@ def give_rank_rng(
 def _dropping_regions(
     model: nn.Module, plan: Mapping[str, Sequence[str]]
 ) -> dict[nn.Module, list[nn.Module]]:
-    """Modules that may drop out what ranks have parts of: attention weights, hidden units.
+    """Returns the modules that may drop out sharded activations, with their row-parallel layers.
 
-    With the layers within whose outputs are sums: behind those ranks are alike again.
+    Such activations are attention weights and hidden units. After the row-parallel layers
+    activations are equal on all ranks again.
     """
     kinds, modules, regions = kinds_of(plan), dict(model.named_modules()), set()
     for name in (name for name, of in kinds.items() if of & COLUMNS and name in modules):
@@ -121,12 +122,12 @@ def _dropping_regions(
             if name.startswith(f"{region}.") and name in modules and of & ROWS
         ]
         for region in regions
-        if not any(other.startswith(f"{region}.") for other in regions)  # a block, of its parts
+        if not any(other.startswith(f"{region}.") for other in regions)  # innermost only
     }
 
 
 def _may_drop(module: nn.Module) -> bool:
-    """Whether it has dropout, as a module or as a number that it hands on."""
+    """Whether a module has dropout, as a submodule or as a probability that it passes on."""
     if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
         return True
     numbers = (value for name, value in vars(module).items() if "drop" in name)

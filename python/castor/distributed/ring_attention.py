@@ -1,11 +1,13 @@
-"""Attention of ranks that divide sequences, among which keys and values travel in a ring.
+"""Ring attention for context parallelism: ranks pass keys and values on in a ring.
 
-A rank attends from its tokens to those of the rank whose keys and values it has just been passed,
-and passes them on meanwhile (Liu et al. 2023, Ring Attention); what it has of each becomes one
-result by the log-sum-exp of the scores, from which backward recomputes their weights (Dao 2023,
-FlashAttention-2, section 3.1). So nobody ever has the keys of all tokens. Of 2n pieces of a
-sequence rank r of n has the r-th from the front and the r-th from the back: causal attention is
-then the same work on each (Dubey et al. 2024, Llama 3, section 3.3.2).
+A rank attends from its own tokens to the keys and values that it has just received, and passes
+these on meanwhile (Liu et al. 2023, Ring Attention). The log-sum-exp of the scores merges the
+results into one. Backward recomputes attention weights from it (Dao 2023, FlashAttention-2, section
+3.1). So no rank ever has the keys of all tokens.
+
+A sequence is divided into 2n pieces for n ranks. Rank r has the r-th piece from the front and the
+r-th from the back. So causal attention is the same work on each rank (Dubey et al. 2024, Llama 3,
+section 3.3.2).
 """
 
 from __future__ import annotations
@@ -25,64 +27,66 @@ from castor.distributed.placeholder_mask import PlaceholderMask
 from castor.distributed.tensor_ranks import TensorRanks
 
 _Gradients = tuple[torch.Tensor, torch.Tensor]
-"""Gradients of keys, and of values."""
+"""Gradients of keys and of values."""
 
 
 class Coming:
-    """A tensor on its way from the rank before."""
+    """A tensor that is being received from the previous rank."""
 
     def __init__(self, host: Future[torch.Tensor], device: torch.device) -> None:
-        """Values that come into memory of the host, for `device`."""
+        """Takes the future values in host memory, and the device that wants them."""
         self._host = host
         self._device = device
 
     def result(self) -> torch.Tensor:
-        """Once it has come."""
+        """Waits for the values, and returns them on the device."""
         return from_host(self._host.result(), self._device)
 
 
 class Ring:
-    """Ranks that pass tensors on to the next one each, and which tokens each has."""
+    """Ranks in a ring, each of which sends tensors to the next; and the tokens of each rank."""
 
     def __init__(self, ranks: TensorRanks) -> None:
-        """Nothing is sent.
+        """Makes the ring and its thread; sends nothing.
 
         Args:
-            ranks: No one else makes calls of them during attention.
+            ranks: Context-parallel ranks. No other code may use their collectives meanwhile.
         """
         self.ranks = ranks
-        # Of one thread: all ranks pass the same on in the same order.
+        # One thread, so that all ranks send the same tensors in the same order.
         self._thread = ThreadPoolExecutor(1, "castor-ring")
         self._last: Future[torch.Tensor] | None = None
 
     @property
     def num_pieces(self) -> int:
-        """Number of pieces of a sequence, all of one length."""
+        """Number of pieces that each sequence is divided into, all of one length."""
         return 2 * self.ranks.size
 
     def pieces_of(self, rank: int) -> tuple[int, int]:
-        """Returns the pieces of a rank, in this order."""
+        """Returns the numbers of a rank's two pieces, in the order of its tokens."""
         return rank, self.num_pieces - 1 - rank
 
     def tokens_of(self, rank: int, length: int, device: torch.device) -> torch.Tensor:
-        """Returns a rank's tokens of `length`, in this order: int64 of shape (length / ranks,)."""
+        """Returns the numbers of a rank's tokens, in its order: int64, (length / ranks,)."""
         piece = length // self.num_pieces
         begin = torch.tensor(self.pieces_of(rank), device=device) * piece
         return (begin[:, None] + torch.arange(piece, device=device)).flatten()
 
     def in_order(self, x: torch.Tensor) -> torch.Tensor:
-        """Dimension 1 by number of the token, of what each rank has in rank order."""
+        """Sorts dimension 1 from rank order, as it was gathered, to the order of the sequence."""
         length = x.shape[1]
         given = [self.tokens_of(rank, length, x.device) for rank in range(self.ranks.size)]
         return x[:, torch.cat(given).argsort()]
 
     def ring_shift(self, sent: torch.Tensor) -> Coming:
-        """Sends to the rank behind, and returns what the rank before sends. Collective.
+        """Sends a tensor to the next rank, and receives the previous rank's. Collective.
+
+        The ring's thread does it; the caller goes on meanwhile.
 
         Args:
-            sent: Contiguous; of one shape on all ranks.
+            sent: Contiguous tensor, of the same shape on all ranks.
         """
-        # The other thread sees memory of the host alone: streams are a thread's own.
+        # The other thread sees host memory only, since each thread has its own streams.
         own = on_host(sent)
         received = torch.empty_like(own, pin_memory=own is not sent)
 
@@ -95,7 +99,7 @@ class Ring:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """In it tensors are passed on; behind it nothing is on its way, whatever was raised."""
+        """Encloses the sends of one pass; on exit none is under way, whatever was raised."""
         try:
             yield
         finally:
@@ -111,21 +115,21 @@ class _Seen(Enum):
 
 
 class PieceMasks(PlaceholderMask):
-    """The mask of a divided forward, made by pieces of the sequence as they are needed.
+    """The mask of a sharded forward, made for pieces of the sequence as they are needed.
 
-    Models hand it from where transformers makes masks to where attention is computed.
+    Models pass it from transformers' mask functions to attention.
     """
 
     def __init__(
         self, make: Callable[..., torch.Tensor], options: dict[str, Any], *, length: int, ranks: int
     ) -> None:
-        """Nothing is made.
+        """Makes no mask yet.
 
         Args:
             make: transformers' function of boolean masks, for scaled_dot_product_attention.
-            options: For it, of whole sequences.
-            length: Tokens of a rank.
-            ranks: That divide sequences.
+            options: Arguments of `make` for full sequences.
+            length: Number of tokens of each rank.
+            ranks: Number of context-parallel ranks.
         """
         self._make = make
         self._options = options | {
@@ -139,15 +143,15 @@ class PieceMasks(PlaceholderMask):
             and (window is None or window > length * ranks)
         )
         """Whether each token sees itself and all those before it, and no other."""
-        # Of each layer the same. The masks themselves would be those of all tokens.
+        # The same for each layer. To keep the masks themselves would take memory for all tokens.
         self._seen: dict[tuple[int, int], _Seen] = {}
 
     def blocks(self, queries: Sequence[int], keys: Sequence[int]) -> Iterator[Block]:
-        """Yields the blocks of some pieces' queries and others' keys that see something.
+        """Yields a block for each pair of pieces in which a query sees a key.
 
         Args:
-            queries: Which pieces, one behind the other.
-            keys: Likewise.
+            queries: Numbers of the pieces of the queries, one behind the other.
+            keys: Numbers of the pieces of the keys, one behind the other.
         """
         for i, query in enumerate(queries):
             for j, key in enumerate(keys):
@@ -161,7 +165,7 @@ class PieceMasks(PlaceholderMask):
                     )
 
     def _mask(self, query: int, key: int) -> torch.Tensor | None:
-        """Returns a mask of shape (batch, 1, tokens, tokens); None: all is seen, or nothing."""
+        """Returns a mask of shape (batch, 1, tokens, tokens); None: all keys are seen, or none."""
         known = self._seen.get((query, key))
         if known in (_Seen.NOTHING, _Seen.ALL):
             return None
@@ -182,21 +186,21 @@ def _piece(index: int, length: int) -> slice:
 def causal_blocks(
     queries: Sequence[int], keys: Sequence[int], length: int, *, causal: bool
 ) -> Iterator[Block]:
-    """Yields the blocks that queries see without a mask, for the pieces of two ranks.
+    """Yields the blocks in which queries see keys without a mask, for the pieces of two ranks.
 
     Args:
-        queries: Two pieces, one behind the other.
-        keys: Likewise.
-        length: Of a piece.
-        causal: Whether tokens see those before them and themselves only.
+        queries: Numbers of the two pieces of the queries' rank.
+        keys: Numbers of the two pieces of the keys' rank.
+        length: Number of tokens of a piece.
+        causal: Whether tokens see only themselves and those before them.
     """
     front, back, everything = _piece(0, length), _piece(1, length), slice(0, 2 * length)
     number = (queries[0], keys[0])
     if not causal or queries[0] == keys[0]:
         yield Block(queries=everything, keys=everything, number=number, causal=causal)
-    elif keys[0] < queries[0]:  # all see the front, which is before them, and nobody the back
+    elif keys[0] < queries[0]:  # all queries see the front keys, none sees the back
         yield Block(queries=everything, keys=front, number=number)
-    else:  # the back sees all, the front nothing
+    else:  # the back queries see all keys, the front ones see none
         yield Block(queries=back, keys=everything, number=number)
 
 
@@ -207,7 +211,7 @@ class RingPass:
     ring: Ring
     scores: Scores
     masks: PieceMasks | None
-    """None: there is none."""
+    """Masks of the forward; None: there is no mask."""
     causal: bool
     """Whether attention without a mask is causal."""
 
@@ -215,8 +219,8 @@ class RingPass:
         """Yields the blocks of another rank's keys that this rank's tokens see.
 
         Args:
-            owner: The rank that has the keys.
-            length: Tokens of each.
+            owner: Number of the rank that has the keys.
+            length: Number of tokens of each rank.
         """
         mine = self.ring.pieces_of(self.ring.ranks.rank)
         theirs = self.ring.pieces_of(owner)
@@ -234,14 +238,15 @@ def ring_attention(
     sinks: torch.Tensor | None,
     how: RingPass,
 ) -> torch.Tensor:
-    """Attention from this rank's tokens to those of all. Collective, and so is its backward.
+    """Computes attention from this rank's tokens to those of all. Collective, as is its backward.
 
     Args:
         query: (batch, heads, tokens, channels).
-        key: (batch, key heads, tokens, channels); each serves as many heads as there are more.
-        value: (batch, key heads, tokens, channels), which may be others.
-        sinks: (heads,): a score of no token; None: there is none.
-        how: All ranks' are alike.
+        key: (batch, key heads, tokens, channels); a key head serves several query heads.
+        value: (batch, key heads, tokens, channels); its number of channels may differ.
+        sinks: Attention sinks (heads,), each a score that belongs to no token; None: there are
+            none.
+        how: Ring, scores and masks, equal on all ranks.
 
     Returns:
         (batch, tokens, heads, channels of values).
@@ -275,7 +280,7 @@ class _RingAttention(torch.autograd.Function):
             total *= (lse - with_sinks).exp()[..., None]
             lse = with_sinks
         output = total.to(query.dtype)
-        # Where a token sees nothing its weights are zeros, whatever this is.
+        # The weights of a token that sees nothing are zeros, whatever this is.
         lse.masked_fill_(lse == -torch.inf, 0.0)
         ctx.how = how
         ctx.save_for_backward(query, key, value, sinks, output, lse)
@@ -314,17 +319,19 @@ def _gradients_of_keys(
     length: int,
     of_block: Callable[[torch.Tensor, torch.Tensor, Block], _Gradients],
 ) -> _Gradients:
-    """fp32, of this rank's keys and values, added up on the way from rank to rank.
+    """Returns the fp32 gradients of this rank's keys and values.
+
+    They are summed on the way from rank to rank, behind the keys and values that they belong to.
 
     Args:
-        how: Attention is computed.
-        key: As ring_attention takes it.
-        value: Likewise.
-        length: Tokens of each rank.
-        of_block: What a block makes of the keys and values that it sees.
+        how: The layer's attention.
+        key: This rank's keys; see ring_attention.
+        value: This rank's values; see ring_attention.
+        length: Number of tokens of each rank.
+        of_block: Computes a block's gradients of the keys and values that it sees.
     """
     ring = how.ring
-    # What the ranks before have made of them comes one block later than they do.
+    # The previous ranks' gradients of the same keys come one shift later than the keys.
     sums: Coming | None = None
     with ring.turn():
         for owner, keys, values in _travelling(ring, key, value):
@@ -344,7 +351,7 @@ def _gradients_of_keys(
 def _travelling(
     ring: Ring, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Every rank's keys and values, this rank's first, with the rank that they are of."""
+    """Yields the number, keys and values of each rank, this rank's first."""
     rank, size = ring.ranks.rank, ring.ranks.size
     packed = torch.cat([key.detach().flatten(), value.detach().flatten()])
     for step in range(size):
@@ -357,6 +364,6 @@ def _travelling(
 def _unpacked(
     packed: torch.Tensor, first: torch.Size, second: torch.Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tensors of which one is behind the other."""
+    """Splits a flat tensor into two tensors of these shapes."""
     cut = first.numel()
     return packed[:cut].view(first), packed[cut:].view(second)

@@ -1,7 +1,7 @@
-"""Router logits of a mixture whose layers several ranks have: its loss needs those of all layers.
+"""Router logits of a mixture of experts in stages; the router loss needs those of all layers.
 
-Those of earlier stages go with the hidden states, behind them along the last dimension. So
-schedules, transfers and autograd see one tensor, and gradients find their way back to the routers.
+Router logits of earlier stages are sent along with the hidden states, behind them in the last
+dimension. So schedules, transfers and autograd see one tensor, and gradients reach the routers.
 
 Source: Fedus et al. 2021 (Switch Transformer, section 2.2), for the loss; transformers computes it.
 """
@@ -23,9 +23,9 @@ from castor.runtime.hooks import ModuleHook, Replaced
 from castor.runtime.own_forward import WrappedForward
 
 _RECORDED = "router_logits"
-"""Name of router logits in transformers, where it records outputs, and among outputs."""
+"""Name of router logits in transformers, in _can_record_outputs and in outputs."""
 _TOKENS = 3
-"""Number of tokens with which a router is tried out."""
+"""Number of tokens in the trial run of a router."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,15 @@ class Router:
     """The module that chooses the experts of a block's tokens."""
 
     block: int
+    """Number of the block."""
     name: str
-    """Name of its module in the model."""
+    """Name of the router in the model."""
     index: int
-    """Index of the logits in its output, where that is a tuple."""
+    """Index of the logits in its output, if that is a tuple."""
     experts: int
+    """Number of experts."""
     in_fp32: bool
-    """Whether its logits are, whatever the model computes in."""
+    """Whether its logits are in fp32, whatever type the model computes in."""
 
     def logits(self, output: Any) -> Any:
         """Returns the logits in the router's output."""
@@ -47,27 +49,27 @@ class Router:
 
 
 class RouterLogits:
-    """Router logits of a model in the call that is under way. Holds no module."""
+    """Router logits of a model in the call under way. Holds no module."""
 
     def __init__(self, routers: Sequence[Router], *, why_not: str = "") -> None:
-        """Nothing is known.
+        """Begins without logits.
 
         Args:
-            routers: Of all blocks, in order.
-            why_not: Why nobody may ask for their logits; empty: all may.
+            routers: Routers of all blocks, in order.
+            why_not: Reason why calls cannot give router logits; empty: they can.
         """
         self._routers = list(routers)
         self._why_not = why_not
         self._asked = False
         self._listens = False
         self._known: dict[int, torch.Tensor] = {}
-        """By number of the block; (rows x tokens, experts)."""
+        """Logits by number of the block, each (rows x tokens, experts)."""
 
     def ask(self, asked: bool) -> None:
-        """Whether the calls that follow give them.
+        """Sets whether the calls that follow give router logits.
 
         Raises:
-            NotImplementedError: They should, and cannot.
+            NotImplementedError: They are asked for, and castor cannot give them for this model.
         """
         if asked and self._why_not:
             raise NotImplementedError(self._why_not)
@@ -79,15 +81,15 @@ class RouterLogits:
         return self._asked
 
     def start(self, model: nn.Module, plan: PipelinePlan, blocks: Sequence[range]) -> ExitStack:
-        """Listens to a process's routers, and completes what its base model gives.
+        """Records the logits of this process's routers, and adds all to the base model's outputs.
 
         Args:
-            model: Whose stages they are.
-            plan: Of it.
-            blocks: Numbers of those that the process has.
+            model: The model of these stages.
+            plan: Its pipeline plan.
+            blocks: Numbers of the blocks of each of this process's stages.
 
         Returns:
-            What leaves the model as it was, when it is closed.
+            A stack that restores the model when it is closed.
         """
         before = ExitStack()
         if not self._routers:
@@ -105,7 +107,7 @@ class RouterLogits:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """In it a forward pass runs. Blocks that backward runs again do not count."""
+        """Encloses a forward pass, whose logits are recorded; blocks recomputed later are not."""
         self._listens = self._asked
         try:
             yield
@@ -114,12 +116,12 @@ class RouterLogits:
             self._known.clear()
 
     def extent(self, width: int, dtype: torch.dtype, block: int) -> tuple[int, torch.dtype]:
-        """Elements of what goes to a block for each token, and their type.
+        """Returns the number of elements of a stage input for each token, and their type.
 
         Args:
-            width: Of a hidden state.
-            dtype: Of hidden states.
-            block: Its number.
+            width: Width of a hidden state.
+            dtype: Type of hidden states.
+            block: Number of the stage's first block.
         """
         routers = self._before(block)
         wide = torch.float32 if any(router.in_fp32 for router in routers) else dtype
@@ -129,8 +131,8 @@ class RouterLogits:
         """Makes a stage input: (rows, tokens, width + experts of the routers before it).
 
         Args:
-            hidden: (rows, tokens, width).
-            block: Its number.
+            hidden: Hidden states (rows, tokens, width).
+            block: Number of the next stage's first block.
         """
         rows, tokens = hidden.shape[:2]
         known = [self._known[router.block] for router in self._before(block)]
@@ -138,12 +140,12 @@ class RouterLogits:
         return torch.cat([hidden, *parts], -1) if parts else hidden
 
     def split(self, received: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-        """Takes in what `join` made for a block.
+        """Splits a stage input; records its router logits and returns its hidden states.
 
         Args:
-            received: As join gives it.
-            block: Its number.
-            dtype: Of hidden states.
+            received: Stage input, as join makes it.
+            block: Number of the stage's first block.
+            dtype: Type of hidden states.
 
         Returns:
             The hidden states.
@@ -158,10 +160,13 @@ class RouterLogits:
             logits = part if router.in_fp32 else part.to(dtype)
             self._known[router.block] = logits.flatten(0, 1)
         states: torch.Tensor = hidden.to(dtype)
-        return states.contiguous()  # a block may write into what is no view
+        return states.contiguous()  # not a view: a block may write into it
 
     def complete(self, outputs: Any) -> Any:
-        """A base model's outputs, with the router logits of all layers; None where some lack."""
+        """Sets router_logits of a base model's outputs to those of all layers; None if some lack.
+
+        Returns the outputs. It does nothing outside of listening().
+        """
         if self._listens:
             known = [self._known.get(router.block) for router in self._routers]
             outputs.router_logits = None if any(x is None for x in known) else tuple(known)
@@ -176,23 +181,23 @@ class RouterLogits:
 
 
 class _CompletedForward(WrappedForward):
-    """The forward of a base model, whose outputs have the router logits of all layers."""
+    """The forward of a base model that adds the router logits of all layers to its outputs."""
 
     def __init__(self, base: nn.Module, routers: RouterLogits) -> None:
         super().__init__(base)
         self._routers = routers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward, and completes its output."""
+        """Runs the forward, and adds the router logits."""
         return self._routers.complete(self.wrapped(*args, **kwargs))
 
 
 def find_routers(model: nn.Module, plan: PipelinePlan) -> RouterLogits:
-    """Finds the routers of a full model, by what transformers records of its modules.
+    """Finds the routers of a full model, by its _can_record_outputs in transformers.
 
     Args:
-        model: Lazy or not.
-        plan: Of it.
+        model: The full model, lazy or not.
+        plan: Its pipeline plan.
     """
     try:
         return RouterLogits(list(_routers(model, plan)))
@@ -242,7 +247,11 @@ class _WithoutHooks(nn.Module):
 
 
 def _tried(model: nn.Module, name: str, block: int, index: int) -> Router:
-    """A router, from the shape and the type of what it gives. Nothing is computed."""
+    """Makes a Router by a trial run on the meta device, from the shape and type of its logits.
+
+    Raises:
+        _UnknownFormError: The router takes or gives something that castor does not know.
+    """
     config: Any = model.config
     module = model.get_submodule(name)
     reduced = torch.bfloat16

@@ -1,7 +1,7 @@
-"""Attention of models whose ranks divide sequences: where they meet, and how.
+"""Attention under context parallelism.
 
-It goes through the registries that transformers has for attention and its masks: castor's entries
-stand around transformers' own.
+Castor registers its own attention and mask functions with transformers. They wrap transformers'
+functions, and add the communication of ranks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _KNOWN_TO_RINGS = frozenset({"scaling", "softcap", "dropout", "is_causal", "s_au
 _OF_MASKS_AND_LOSSES = frozenset(
     {"sliding_window", "position_ids", "num_items_in_batch", "shift_labels"}
 )
-"""Arguments that models give attention and that it has no use for."""
+"""Arguments that models give attention, which does not use them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Several of them behind each other in a row; both int64 of shape (batch, tokens)."""
+    """Documents that are packed behind each other in rows; int64 tensors (batch, tokens)."""
 
     positions: torch.Tensor
     """Position of each token within its document."""
@@ -43,12 +43,12 @@ class Documents:
 
     @classmethod
     def of(cls, positions: torch.Tensor) -> Documents | None:
-        """Finds the documents that begin where positions do not go on; None: each row is one."""
+        """Finds the documents: one begins where positions do not go on; None: each row is one."""
         begins = positions.diff(prepend=positions[:, :1] - 1) != 1
         return cls(positions=positions, numbers=begins.cumsum(-1)) if begins.any() else None
 
     def apart(self, sees: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A mask function of transformers, within each document."""
+        """Restricts a mask function of transformers to tokens of the same document."""
 
         def within(batch: Any, head: Any, query: Any, key: Any) -> torch.Tensor:
             positions, numbers = self.positions, self.numbers
@@ -60,16 +60,17 @@ class Documents:
 
 @dataclass(frozen=True)
 class Apart:
-    """In place of a Meeting in copies of a model, deep or pickled: no ranks divide them.
+    """Stands in for the Meeting in deep copies and pickles of a model, which no ranks shard.
 
-    Their configs name castor's attention, also where a process reads what another has pickled.
+    The configs of such models name castor's attention, also in a process that reads another's
+    pickle.
     """
 
     implementation: str
     mode: Mode
 
     def __post_init__(self) -> None:
-        """Transformers knows castor's attention."""
+        """Registers castor's attention with transformers."""
         _register(self.implementation, self.mode)
 
     def __reduce__(self) -> tuple[type[Apart], tuple[str, Mode]]:
@@ -77,28 +78,28 @@ class Apart:
 
 
 class Meeting:
-    """Attention of the ranks of a context-parallel group."""
+    """State of attention that the ranks of a context-parallel group compute together."""
 
     def __init__(self, ranks: TensorRanks, mode: Mode) -> None:
-        """Nothing is changed.
+        """Changes nothing yet.
 
         Args:
-            ranks: Among which.
-            mode: How.
+            ranks: Context-parallel ranks.
+            mode: Mode of context parallelism.
         """
         self.ranks = ranks
         self.mode = mode
         self.ring = Ring(ranks) if mode == "ring_attn" else None
-        """Through which keys travel; None: they do not."""
+        """Ring that keys and values are passed on in; None: the mode is another one."""
         self.whole = False
-        """Whether a forward is under way that every rank computes whole."""
+        """Whether a forward is under way that every rank computes in full."""
         self.entered = False
-        """Whether one is that is divided."""
+        """Whether a sharded forward is under way."""
         self.documents: Documents | None = None
-        """Documents of the forward that is under way."""
+        """Documents of the forward under way; None: each row is one."""
 
     def start(self, model: Any) -> None:
-        """In the attention of a model of transformers."""
+        """Puts castor's attention into a model of transformers."""
         self._implementation = model.config._attn_implementation
         self._name = _register(self._implementation, self.mode)
         model.set_attn_implementation(self._name)
@@ -109,10 +110,10 @@ class Meeting:
         return Apart, (self._implementation, self.mode)
 
     def check(self, model: Any) -> None:
-        """Before a divided forward: the attention of a model is still where ranks meet.
+        """Checks, before a sharded forward, that the model still has castor's attention.
 
         Raises:
-            UsageError: It is not.
+            UsageError: The model has another attention since boost.
         """
         given = model.config._attn_implementation
         if given != self._name:
@@ -123,22 +124,22 @@ class Meeting:
             )
 
     def enter(self) -> None:
-        """A divided forward begins: masks are those of its tokens."""
+        """Begins a sharded forward: masks are made for its tokens from now on."""
         _running.meeting = self
         self.entered = True
 
     def leave(self) -> None:
-        """A forward is over, divided or not."""
+        """Ends a forward, sharded or not."""
         _running.meeting = self.documents = None
         self.whole = self.entered = False
 
     @property
     def num_pieces(self) -> int:
-        """Number of pieces of a sequence, all of one length."""
+        """Number of pieces that each sequence is divided into, all of one length."""
         return self.ring.num_pieces if self.ring else self.ranks.size
 
     def own_tokens(self, length: int, device: torch.device) -> slice | torch.Tensor:
-        """Returns the numbers of this rank's tokens, of `length`."""
+        """Returns the numbers of this rank's tokens, for sequences of `length` tokens."""
         if self.ring:
             return self.ring.tokens_of(self.ranks.rank, length, device)
         mine = self.ranks.shard_range(length)
@@ -149,7 +150,12 @@ _running = threading.local()
 
 
 def _register(implementation: str, mode: Mode) -> str:
-    """The name under which transformers finds attention in which ranks meet."""
+    """Registers castor's attention and masks with transformers; returns their name.
+
+    Args:
+        implementation: Name of transformers' attention that castor's wraps.
+        mode: Mode of context parallelism.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import (
         ALL_MASK_ATTENTION_FUNCTIONS,
@@ -166,9 +172,9 @@ def _register(implementation: str, mode: Mode) -> str:
         module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
     ) -> Any:
         compute = _attention_of(module, implementation)
-        # Of the module, not of a table: compiled attention reads it, and guards what it reads.
+        # An attribute, not a table's entry: compiled attention reads it, and guards what it reads.
         meeting: Meeting | Apart | None = getattr(module, "_castor_meeting", None)
-        # Without a forward: a block is recomputed in backward, which whole forwards have not.
+        # Outside of forwards, backward recomputes a block, and only sharded forwards have one.
         if not isinstance(meeting, Meeting) or meeting.whole:
             return compute(module, query, key, value, attention_mask, **options)
         return meet(compute, meeting, module, (query, key, value), attention_mask, options)
@@ -213,16 +219,16 @@ def _exchanged(
     mask: Any,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attention of some heads over all tokens; `states` are of all heads and some tokens.
+    """Computes attention in mode "all_to_all": some heads over all tokens.
 
-    Queries, keys and values have the shape (batch, heads, tokens, channels), what is given back
-    (batch, tokens, heads, channels).
+    `states` are queries, keys and values of all heads for this rank's tokens, each of shape (batch,
+    heads, tokens, channels). The result has the shape (batch, tokens, heads, channels).
     """
     ranks = meeting.ranks
     _refuse_values_by_head(module, ranks, options, ("s_aux", "position_bias"))
     mask = _tensor_of(mask, module, meeting)
     query, key, value = states
-    # Of grouped heads each rank needs one at least.
+    # Each rank needs at least one key-value head.
     repeats = ranks.size // math.gcd(key.shape[1], ranks.size)
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -246,13 +252,16 @@ def _gathered(
     mask: Any,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attention of all heads, from some tokens to all; shapes as for _exchanged."""
+    """Computes attention in mode "all_gather": all heads, from this rank's tokens to all.
+
+    Shapes are those of _exchanged.
+    """
     ranks = meeting.ranks
-    _refuse_values_by_head(module, ranks, options, ("position_bias",))  # is of tokens as well
+    _refuse_values_by_head(module, ranks, options, ("position_bias",))  # depends on tokens too
     mask = _tensor_of(mask, module, meeting)
     query, key, value = states
     key, value = ranks.all_gather(key, 2), ranks.all_gather(value, 2)
-    # Without a mask a token sees those before it, counted from the first of all: rank 0's own.
+    # Without a mask, attention takes the first query for the first token: right on rank 0 only.
     if mask is None and ranks.rank:
         own = ranks.shard_range(key.shape[2])
         tokens = torch.arange(key.shape[2], device=key.device)
@@ -270,12 +279,13 @@ def _passed_on(
     mask: Any,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attention of all heads, from some tokens to those of one rank after the other; castor's own.
+    """Computes attention in mode "ring_attn", with castor's own function.
 
-    Shapes are those of _exchanged.
+    All heads attend from this rank's tokens to those of one rank after the other. Shapes are those
+    of _exchanged.
     """
     _refuse_values_by_head(module, meeting.ranks, options, ("position_bias",))
-    # Switches are the model's own, which it gives to all its parts.
+    # Booleans are switches that a model gives to all its modules.
     asked = {name for name, of in options.items() if of is not None and not isinstance(of, bool)}
     unknown = asked - _KNOWN_TO_RINGS - _OF_MASKS_AND_LOSSES
     if unknown:
@@ -302,7 +312,7 @@ def _passed_on(
 
 
 def _tensor_of(mask: Any, module: nn.Module, meeting: Meeting) -> torch.Tensor | None:
-    """Returns the mask tensor that attention takes of transformers' mask."""
+    """Returns the mask tensor for attention; None: there is no mask."""
     if not (mask is None or isinstance(mask, FullMask)):
         _refuse_own_mask(module, meeting)
     return None if mask is None else mask.tensor

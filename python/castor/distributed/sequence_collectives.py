@@ -43,7 +43,7 @@ def reduce_scatter(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tenso
 def gather_layer_input(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
     """All-gathers the input of a tensor-parallel layer; its gradient is reduce-scattered.
 
-    The layer (TensorRanks.enter) saves this rank's shard for backward, which gathers it again
+    The layer (TensorRanks.enter) saves only this rank's shard for backward, which gathers it again
     (`keeping`). Every other use of the result has to be the same on all ranks.
     """
     kept = _KeptShard(x, ranks, dim)
@@ -54,26 +54,30 @@ def gather_layer_input(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.T
 
 
 class GatheredInput(NamedTuple):
-    """Record of a tensor that gather_layer_input returns: an attribute of the tensor."""
+    """Record of a tensor from gather_layer_input, kept as an attribute of that tensor."""
 
     entered: torch.Tensor | None
-    """Tensor that layers take instead; None: it is this one."""
+    """Tensor that tensor-parallel layers take instead; None: this tensor is that one."""
     version: int
-    """Version of the tensor."""
+    """Version counter of the tensor when it was gathered."""
     kept: _KeptShard
+    """This rank's shard of the tensor."""
 
     @staticmethod
     def of(x: torch.Tensor) -> GatheredInput | None:
-        """Returns the record of a tensor; None: it has none, or has been written since."""
+        """Returns the record of a tensor; None: it has none, or the tensor was written since."""
         found: GatheredInput | None = getattr(x, "_castor_gathered_input", None)
         return found if found and found.version == x._version else None
 
 
 def keeping(entered: torch.Tensor) -> AbstractContextManager[Any]:
-    """In it a layer is given what has entered, and autograd saves this rank's part of it.
+    """Has autograd save only this rank's shard of a gathered input, while a layer takes it.
 
-    Not where others decide what is saved: a block that runs again keeps nothing of it, and one that
-    is offloaded has it elsewhere.
+    It has no effect under other hooks for saved tensors: a recomputed block saves nothing of the
+    input, and an offloaded one has it elsewhere.
+
+    Args:
+        entered: The layer's input, from TensorRanks.enter.
     """
     parts = GatheredInput.of(entered)
     return nullcontext() if not parts or _others_save() else parts.kept.keeping(entered)
@@ -84,7 +88,7 @@ def _others_save() -> bool:
 
 
 class _KeptShard:
-    """This rank's part of a tensor that has been gathered, until backward has read it."""
+    """This rank's shard of a gathered tensor, saved for backward."""
 
     def __init__(self, part: torch.Tensor, ranks: TensorRanks, dim: int) -> None:
         self.ranks = ranks
@@ -95,7 +99,7 @@ class _KeptShard:
 
     def gathered(self) -> torch.Tensor:
         whole = _all_gather(self._part, self.ranks, self.dim)
-        if _others_save():  # nobody will ask for the part
+        if _others_save():  # backward will not read the shard
             self._part = self._part.new_empty(0)
         return whole
 
@@ -110,7 +114,7 @@ class _KeptShard:
         return saved_tensors_hooks(pack, self._unpack)
 
     def let_go(self) -> None:
-        """Backward has read it."""
+        """Lets go of the tensor that backward has gathered again."""
         self._again = None
 
     def _unpack(self, kept: Any) -> torch.Tensor:
@@ -142,7 +146,7 @@ def _reduce_scatter(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tens
 
 
 def _slice(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-    """A tensor of its own."""
+    """Returns this rank's slice, as a new contiguous tensor."""
     return x.chunk(ranks.size, dim)[ranks.rank].clone(memory_format=torch.contiguous_format)
 
 
@@ -171,14 +175,14 @@ class _Collective(torch.autograd.Function):
 
 
 class _GatherLayerInput(torch.autograd.Function):
-    """Gives the whole twice: for what every rank computes alike, and for parts of layers."""
+    """Returns the full tensor twice: for replicated compute, and for the shards of layers."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kept: _KeptShard) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.kept = kept
         ctx.set_materialize_grads(False)
         whole = kept.gathered()
-        return whole, whole.detach()  # no view: they would hold each other
+        return whole, whole.detach()  # not a view: the two would hold each other
 
     @staticmethod
     def backward(

@@ -1,10 +1,15 @@
-"""Divides sequences among ranks: each computes some tokens of all layers; in attention all meet.
+"""Context parallelism: each rank computes some tokens of each sequence, in all layers.
 
-There a rank has some heads of all tokens (Jacobs et al. 2023, DeepSpeed-Ulysses, section 3), its
-own tokens and the keys and values of all (Dubey et al. 2024, Llama 3, section 3.3.2), or its own
-tokens and the keys and values of one rank after the other (castor.distributed.ring_attention). The
-model is transformers', unchanged: attention and masks are castor.distributed.sequence_attention's,
-the rest is hooks around the model.
+Ranks communicate in attention, in one of three modes:
+
+- all-to-all: a rank has some heads of all tokens (Jacobs et al. 2023, DeepSpeed-Ulysses, section 3)
+- all-gather: its own queries, and the keys and values of all tokens (Dubey et al. 2024, Llama 3,
+  section 3.3.2)
+- ring attention: its own queries, and the keys and values of one rank after the other
+  (castor.distributed.ring_attention)
+
+The model of transformers stays unchanged: castor.distributed.sequence_attention replaces attention
+and masks, and hooks around the model do the rest.
 """
 
 from __future__ import annotations
@@ -32,33 +37,34 @@ _IGNORED = -100
 _MEET_IN_ATTENTION = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 )
-"""Types of layers, as transformers calls them, in which tokens meet in attention only, or not."""
+"""Types of layers, as transformers calls them, that mix tokens in attention only or not at all."""
 
 
 _ROUTER_LOSS = "its router loss needs all tokens (output_router_logits)"
 _OF_PADDING = "create_position_ids_from_input_ids"
-"""Function by which RoBERTa and its like make positions."""
+"""Function that makes positions from padding in RoBERTa and similar models."""
 
 
 class SequenceParallel:
-    """A model whose ranks take parts of the same sequences.
+    """A model whose ranks compute shards of the same sequences (context parallelism).
 
-    With gradients, that is; without, every rank computes all tokens: generate and evaluation.
+    This holds for forwards with gradients. Without gradients (generate, evaluation) every rank
+    computes all tokens.
     """
 
     def __init__(
         self, model: nn.Module, ranks: TensorRanks, *, tensor_size: int, mode: Mode
     ) -> None:
-        """Finds out whether the model's sequences can be divided; nothing is changed.
+        """Finds out whether the model's sequences can be sharded; changes nothing.
 
         Args:
-            model: Of transformers.
-            ranks: Among which.
-            tensor_size: Ranks among which its heads are divided already.
-            mode: How.
+            model: A model of transformers.
+            ranks: Context-parallel ranks.
+            tensor_size: Number of tensor-parallel ranks that shard its heads already.
+            mode: Mode of context parallelism.
 
         Raises:
-            NotImplementedError: They cannot; the message says why.
+            NotImplementedError: The sequences cannot be sharded; the message says why.
         """
         config: Any = getattr(model, "config", None)
         why = None
@@ -88,22 +94,21 @@ class SequenceParallel:
             _refuse(model, ranks, why)
         self._model = weakref.ref(model)
         self._counts_by_mask = any(map(_takes_mask, model.modules()))
-        # Transformers' eager attention gives a token that sees none the mean of all; a sink has it.
+        # transformers' eager attention without sinks gives a token that sees none the mean of all.
         self._sees_some = mode == "ring_attn" and config._attn_implementation == "eager"
         self._sees_some &= not any(hasattr(part, "sinks") for part in model.modules())
         self._window: int | None = getattr(config, "sliding_window", None)
         self.ranks = ranks
         self.joins = True
-        """Whether outputs become those of all tokens; nobody asks for those of a stage before the
-        last."""
+        """Whether outputs are joined to all tokens; only those of the last stage need be."""
         self.gives_logits = False
-        """Whether outputs that have a loss have logits of all tokens beside it."""
+        """Whether outputs with a loss have the logits of all tokens too."""
         self._meeting = Meeting(ranks, mode)
         self._called: int | None = None
-        """The id of the part of the model that was called by itself, in such a call."""
+        """The id() of the module around the blocks that was called by itself; None: none was."""
 
     def start(self) -> None:
-        """Divides what forward is given from now on."""
+        """Installs the hooks that shard the inputs of forwards with gradients."""
         model: Any = self._model()
         self._meeting.start(model)
         model.register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
@@ -115,7 +120,7 @@ class SequenceParallel:
     def _divide(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A pre-hook: this rank's tokens, their positions and labels."""
+        """Pre-hook of the model: returns this rank's tokens, with their positions and labels."""
         ranks, meeting = self.ranks, self._meeting
         meeting.whole = not torch.is_grad_enabled()
         if meeting.whole:
@@ -158,7 +163,7 @@ class SequenceParallel:
                 f"{tuple(mask.shape)}"
             )
         elif self._counts_by_mask and "position_ids" not in given:
-            positions = (mask.cumsum(1) * mask - 1).long()  # as OPT does of all tokens
+            positions = (mask.cumsum(1) * mask - 1).long()  # as OPT does for all tokens
         if self._sees_some:
             self._check_tokens_see(mask, given)
         part = meeting.own_tokens(length, tokens.device)
@@ -169,7 +174,7 @@ class SequenceParallel:
             count = given.get("num_items_in_batch")
             if count is None:
                 count = (following != _IGNORED).sum()
-            # Ranks' gradients become their mean: each loss is its tokens' share, times the ranks.
+            # Gradients are averaged over ranks, so a rank's loss is its share times their number.
             own |= {
                 "labels": labels[:, :0],  # a loss that shifts labels itself fails
                 "shift_labels": following[:, part].contiguous(),
@@ -178,10 +183,10 @@ class SequenceParallel:
         return (), own
 
     def _enter_part(self, part: nn.Module, _args: tuple[Any, ...]) -> None:
-        """A pre-hook: called by itself, without gradients, it computes whole sequences.
+        """Pre-hook of a module around the blocks: if called by itself, it computes full sequences.
 
         Raises:
-            UsageError: There are gradients.
+            UsageError: The module was called by itself with gradients.
         """
         meeting = self._meeting
         if meeting.whole or meeting.entered:
@@ -199,10 +204,10 @@ class SequenceParallel:
             self._meeting.whole, self._called = False, None
 
     def tokens_of_rank(self, length: int) -> int:
-        """Returns the number of each rank's tokens, of `length`.
+        """Returns the number of tokens of each rank, for sequences of `length` tokens.
 
         Raises:
-            UsageError: They cannot be divided evenly.
+            UsageError: The tokens cannot be divided evenly.
         """
         pieces = self._meeting.num_pieces
         if length % pieces:
@@ -214,7 +219,7 @@ class SequenceParallel:
         return length // self.ranks.size
 
     def _check_tokens_see(self, mask: torch.Tensor, given: Mapping[str, Any]) -> None:
-        """Raises UsageError of a token that sees none, itself included, and counts."""
+        """Raises UsageError for a token that sees none, not even itself, and is not ignored."""
         seen = mask.ne(0).cumsum(1)
         if self._window is not None:
             seen = seen - nn.functional.pad(seen, (self._window, 0))[:, : seen.shape[1]]
@@ -231,7 +236,7 @@ class SequenceParallel:
             )
 
     def _positions(self, given: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        """position_ids as (batch, tokens); `counted` are 0, 1, 2, ... of each row."""
+        """Expands position_ids to (batch, tokens), like `counted` (0, 1, 2, ... in each row)."""
         if given.dim() != 2 or given.shape[1] != counted.shape[1]:
             raise NotImplementedError(
                 f"sp_size={self.ranks.size} takes position_ids of shape (batch, tokens), not "
@@ -240,7 +245,11 @@ class SequenceParallel:
         return given.expand_as(counted)
 
     def _documents(self, positions: torch.Tensor, *, cached: bool) -> Documents | None:
-        """Finds the documents that are packed in a row; None: each row is one."""
+        """Finds the documents that are packed in each row; None: each row is one document.
+
+        Raises:
+            UsageError: There are several, and `cached` says that the model uses a cache.
+        """
         documents = Documents.of(positions)
         if documents and cached:
             raise UsageError(
@@ -253,7 +262,7 @@ class SequenceParallel:
     def _join(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """A hook: the loss of all tokens; without labels the logits of all."""
+        """Hook of the model: gives the loss of all tokens, or without labels the logits of all."""
         whole = self._meeting.whole
         self._meeting.leave()
         if whole or output is None or not self.joins:
@@ -274,13 +283,13 @@ class SequenceParallel:
         return output
 
     def _of_all_tokens(self, own: torch.Tensor) -> torch.Tensor:
-        """All ranks' tokens of (batch, tokens of this rank, width), in their order."""
+        """Gathers (batch, own tokens, width) to all tokens, in the order of the sequence."""
         gathered, ring = self.ranks.gather_tokens(own), self._meeting.ring
         return ring.in_order(gathered) if ring else gathered
 
 
 def _following(given: Mapping[str, Any]) -> torch.Tensor:
-    """The label of each token's next one, (batch, tokens)."""
+    """Returns the label of the token after each token, (batch, tokens)."""
     following: torch.Tensor | None = given.get("shift_labels")
     if following is None:
         following = nn.functional.pad(given["labels"], (0, 1), value=_IGNORED)[:, 1:]
@@ -298,7 +307,7 @@ def _is_causal_model(model: nn.Module) -> bool:
 
 
 def _takes_mask(module: nn.Module) -> bool:
-    """Whether it embeds positions that it counts by the mask where none are given, as OPT's."""
+    """Whether a module embeds positions that it counts by the mask if none are given, as OPT's."""
     return isinstance(module, nn.Embedding) and (
         "attention_mask" in inspect.signature(module.forward).parameters
     )

@@ -39,28 +39,29 @@ from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 
 _SUMMED = frozenset({"moe_tp_experts", "whole_experts", "all_reduce"})
-"""Styles of modules that give sums of all tokens."""
+"""Styles of modules whose outputs are already summed over the ranks, for all tokens."""
 _ASKED = "sequence_parallelism_mode='split_gather'"
 
 
 class SequenceShards:
-    """The row of blocks of a model of whose layers each rank has parts.
+    """Sequence parallelism in the row of blocks of a tensor-parallel model.
 
-    While there are gradients; without, every rank has all tokens: generate and evaluation.
+    This holds for forwards with gradients. Without gradients (generate, evaluation) every rank has
+    all tokens.
     """
 
     def __init__(
         self, model: nn.Module, plan: Mapping[str, Sequence[str]], ranks: TensorRanks
     ) -> None:
-        """Finds out where tokens are gathered and scattered; nothing is changed.
+        """Finds out where tokens are gathered and scattered; changes nothing.
 
         Args:
-            model: Whose layers are divided.
-            plan: How; see castor.distributed.tensor_plan.
-            ranks: Among which.
+            model: The model whose layers are sharded.
+            plan: Its tensor-parallel plan; see castor.distributed.tensor_plan.
+            ranks: Tensor-parallel ranks.
 
         Raises:
-            NotImplementedError: It has no row of blocks that castor knows.
+            NotImplementedError: Castor knows no row of blocks of this model.
         """
         blocks = find_blocks(model)
         if blocks is None:
@@ -78,24 +79,25 @@ class SequenceShards:
             name: of for name, of in kinds_of(plan).items() if name.startswith(f"{blocks}.")
         }
         self._regions = self._find_regions()
-        """Modules that need all tokens, and whether they give sums, of all tokens."""
+        """Names of modules that need all tokens, and whether their outputs are summed already."""
         self.rows = frozenset(
             name
             for name, of in self._kinds.items()
             if of & ROWS and not self._regions.get(_around(name, self._regions) or "")
         )
-        """Names of the layers whose outputs are scattered."""
+        """Names of the row-parallel layers whose outputs are reduce-scattered."""
 
     def start(self, stages: Sequence[range] | None, generators: Generators) -> None:
-        """After boost: divides the tokens of the forwards that have gradients from now on.
+        """Installs the hooks that shard tokens in forwards with gradients, after boost.
 
         Args:
-            generators: Of the model.
-            stages: Numbers of the blocks of each of this process's; None: it has all.
+            stages: Numbers of the blocks of each of this process's pipeline stages; None: the
+                process has all blocks.
+            generators: Generators that the model draws from.
         """
         model = self._model()
         assert model is not None
-        self.divide_in(stages)  # first: only where it has begun blocks draw their own numbers
+        self.divide_in(stages)  # first, since its hook sets `divides`, which RankRng's hooks read
         blocks = list(model.get_submodule(self._blocks).named_children())
         started = set()
         for stage in stages or [range(len(blocks))]:
@@ -108,10 +110,12 @@ class SequenceShards:
         model.register_forward_pre_hook(ModuleHook(_check_outputs), with_kwargs=True)
 
     def divide_in(self, stages: Sequence[range] | None) -> None:
-        """Divides tokens where these rows of blocks begin, and nowhere else from now on.
+        """Scatters tokens before the first block of each stage, and gathers them after its last.
+
+        Replaces the stages of an earlier call.
 
         Args:
-            stages: Numbers of each one's blocks; None: all are in one.
+            stages: Numbers of the blocks of each stage; None: all blocks are in one.
         """
         model = self._model()
         assert model is not None
@@ -127,7 +131,13 @@ class SequenceShards:
             )
 
     def _start_region(self, module: nn.Module, name: str, of_sums: Generators | None) -> None:
-        """`of_sums`: where it gives sums, the model's generators."""
+        """Installs the hooks of a region.
+
+        Args:
+            module: The region's module.
+            name: Its name.
+            of_sums: The model's generators, if the region's outputs are summed already; else None.
+        """
         module.register_forward_pre_hook(ModuleHook(self._gather), with_kwargs=True)
         if of_sums:
             NoNumbers(self, name, of_sums).start(module)
@@ -135,8 +145,8 @@ class SequenceShards:
 
     @property
     def divides(self) -> bool:
-        """Whether hidden states are of this rank's tokens in the forward under way."""
-        # What runs in a backward is a block that it runs again; without gradients none would.
+        """Whether hidden states are sharded by tokens in the forward under way."""
+        # A forward within a backward recomputes a block, which only forwards with gradients have.
         return self._forward_divides or _in_backward()
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,23 +168,23 @@ class SequenceShards:
         return merged
 
     def _region_for(self, name: str) -> str:
-        """The module around a layer that counts heads, or its parent; the layer where that is none.
+        """Returns the region of a layer within its block; the layer's own name if there is none.
 
-        Above them is the block.
+        See region_of.
         """
         beneath_blocks = name.count(".") - self._blocks.count(".") - 2
         return region_of(list(upwards(name))[1 : 1 + beneath_blocks], self._kinds) or name
 
     def partial(self) -> list[nn.Parameter]:
-        """Parameters, whole on every rank, whose gradients are those of a rank's tokens.
+        """Returns the full parameters whose gradient on each rank covers that rank's tokens only.
 
         Raises:
-            NotImplementedError: It is not known of one.
+            NotImplementedError: For one parameter castor does not know whether it is so.
         """
         model = self._model()
         assert model is not None
         found = []
-        # What the plan says of a parameter it says of its gradient.
+        # Parameters that the plan names are handled by their style.
         planned = {name: of - OF_HEADS for name, of in self._kinds.items()}
         for name, param in model.get_submodule(self._blocks).named_parameters():
             name = f"{self._blocks}.{name}"
@@ -199,10 +209,10 @@ class SequenceShards:
     def _divide(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A pre-hook of the first block: this rank's tokens.
+        """Pre-hook of a stage's first block: scatters the tokens.
 
         Raises:
-            UsageError: They cannot be divided evenly.
+            UsageError: The tokens cannot be divided evenly.
         """
         self._forward_divides = torch.is_grad_enabled()
         return self._of_hidden(args, kwargs, self._own)
@@ -218,7 +228,7 @@ class SequenceShards:
         return scatter(x, self._ranks, 1)
 
     def _join(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """A hook of the last block: the tokens of all."""
+        """Hook of a stage's last block: gathers all tokens."""
         return self._of_output(output, self._all)
 
     def _all(self, x: torch.Tensor) -> torch.Tensor:
@@ -232,13 +242,13 @@ class SequenceShards:
     def _gather(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A pre-hook of what needs all tokens."""
+        """Pre-hook of a region: gathers all tokens."""
         return self._of_hidden(
             args, kwargs, lambda x: gather_layer_input(x, self._ranks, _tokens_of(x))
         )
 
     def _keep_own(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """A hook of what gives sums of all tokens."""
+        """Hook of a region whose outputs are summed already: keeps this rank's tokens."""
         return self._of_output(output, lambda x: scatter(x, self._ranks, _tokens_of(x)))
 
     def _of_hidden(
@@ -261,17 +271,23 @@ class SequenceShards:
 
 
 class NoNumbers:
-    """A module, computed by every rank for all tokens, that must draw no random numbers there."""
+    """Check that a module which every rank computes for all tokens draws no random numbers."""
 
     def __init__(self, parts: SequenceShards, name: str, generators: Generators) -> None:
-        """Takes the group, the module's name, and the generators that the model draws from."""
+        """Prepares the check; changes nothing.
+
+        Args:
+            parts: Sequence parallelism of the model.
+            name: Name of the module, for a message.
+            generators: Generators that the model draws from.
+        """
         self._parts = parts
         self._name = name
         self._generators = generators
         self._states: States | None = None
 
     def start(self, module: nn.Module) -> None:
-        """From now on."""
+        """Checks the module's forwards from now on."""
         module.register_forward_pre_hook(ModuleHook(self._begin))
         module.register_forward_hook(ModuleHook(self._end))
 
@@ -289,10 +305,10 @@ class NoNumbers:
 
 
 def _check_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A pre-hook of the model: nobody asks for what lies between its layers.
+    """Pre-hook of the model: refuses to give hidden states of all layers.
 
     Raises:
-        NotImplementedError: Somebody does.
+        NotImplementedError: The call asks for output_hidden_states, with gradients.
     """
     asked = asked_of(model, by_name(model.forward, args, kwargs), "output_hidden_states")
     if asked and torch.is_grad_enabled():
@@ -307,10 +323,10 @@ def _in_backward() -> bool:
 
 
 def _tokens_of(x: torch.Tensor) -> int:
-    """The dimension of tokens: those of all rows may be in one."""
+    """Returns the dimension of tokens, 1; 0 where rows and tokens are flattened into one."""
     return max(x.dim() - 2, 0)
 
 
 def _around(name: str, modules: Container[str]) -> str | None:
-    """The innermost of `modules` that a name is of."""
+    """Returns the innermost of `modules` that contains a name, or is it; None: there is none."""
     return next((one for one in upwards(name) if one in modules), None)

@@ -18,20 +18,25 @@ from castor.runtime.model_parts import Runs, Segments
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """The sharding of a parameter: evenly along a dimension, the first ranks have one more."""
+    """The sharding of a parameter: evenly along a dimension.
+
+    Where it does not divide evenly, the first ranks have one more element each.
+    """
 
     dim: int
+    """Dimension that is sharded."""
     shape: tuple[int, ...]
     """Full shape."""
     pieces: int = 1
-    """So many tensors lie one behind the other in that dimension, each of which is divided."""
+    """Number of tensors that lie one behind the other in `dim`; each is sharded."""
     copies: int = 1
-    """So many neighbours share a group of elements; more than 1: `pieces` is 1 and `dim` is 0."""
+    """Number of neighbours that share a group of elements; above 1: `pieces` is 1 and `dim` 0."""
     shared: int = 0
-    """Elements at the end of each group that all its ranks have; they divide the others."""
+    """Number of elements of `dim` at the end of each group that all its ranks have. The group's
+    ranks shard the other elements."""
 
     def own(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Returns a rank's shard: a view, or a new tensor where there are several pieces."""
+        """Returns a rank's shard: a view, or a new tensor where it consists of several pieces."""
         if self.copies > 1:
             length = whole.shape[self.dim]
             ranges = [own for own in self._of_group(length, rank, size) if own]
@@ -44,7 +49,7 @@ class ShardSpec:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
     def _of_group(self, length: int, rank: int, size: int) -> tuple[range, range]:
-        """Returns the elements that a rank has alone, and those that its group shares."""
+        """Returns the ranges of elements that a rank has alone and that its group shares."""
         group, place = divmod(rank, self.copies)
         each = length // (size // self.copies)
         alone, begin = (each - self.shared) // self.copies, group * each
@@ -55,13 +60,13 @@ class ShardSpec:
 
     @property
     def length_of_piece(self) -> int:
-        """In the dimension that is cut."""
+        """Number of elements of a piece in the sharded dimension."""
         return self.shape[self.dim] // self.pieces
 
     def runs_of(self, ranks: TensorRanks) -> Runs | Segments:
-        """The places of this rank's part in the full tensor.
+        """Returns the places of this rank's shard in the full tensor.
 
-        Elements that several ranks have are the first one's to write.
+        Elements that several ranks have are written by the first of them.
         """
         if self.copies == 1:
             return self.runs(ranks.shard_range(self.length_of_piece))
@@ -76,12 +81,12 @@ class ShardSpec:
         )
 
     def squared_once(self, param: torch.Tensor, square: float, ranks: TensorRanks) -> float:
-        """The sum of squares of a gradient, without what another rank counts.
+        """Returns the sum of squares of a gradient, without elements that another rank counts.
 
         Args:
             param: This rank's shard, with its gradient.
-            square: The sum of squares of all of the gradient.
-            ranks: The ranks that have the shards.
+            square: Sum of squares of the gradient of the whole shard.
+            ranks: Ranks that have the shards.
         """
         if self.copies == 1 or ranks.rank % self.copies == 0:
             return square
@@ -92,9 +97,9 @@ class ShardSpec:
         return float(param.grad[:alone].detach().double().square().sum())
 
     def sum_of_copies(self, grad: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-        """A gradient whose shared elements have the sum over the ranks that share them.
+        """Sums the shared elements of a gradient over the ranks that share them. Collective.
 
-        The sum is in rank order: the same bits on each of them. Collective.
+        The sum is in rank order, so these ranks get the same bits. Returns a new tensor.
         """
         shared = grad.detach()[grad.shape[0] - self.shared :].contiguous()
         everyone = ranks.all_gather_shards(shared, [tuple(shared.shape)] * ranks.size)
@@ -105,7 +110,7 @@ class ShardSpec:
         return torch.cat([grad.detach()[: grad.shape[0] - self.shared], total])
 
     def runs(self, own: range) -> Runs:
-        """Returns the runs of a rank's shard; `own`: its range of a piece's length."""
+        """Returns the runs of a rank's shard; `own` is its range of each piece's elements."""
         behind = math.prod(self.shape[self.dim + 1 :])
         return Runs(
             first=own.start * behind,
@@ -118,9 +123,12 @@ class ShardSpec:
         return tuple(self.own(torch.empty(self.shape, device="meta"), rank, size).shape)
 
     def own_of(self, whole: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
-        """This rank's part of a tensor of the parameter's shape, or with a row for each block.
+        """Returns this rank's shard of a tensor that belongs to the parameter.
 
-        Of the latter it is all where a block of moments lies in two parts.
+        Args:
+            whole: A tensor of the parameter's full shape, or one with a row for each block of
+                moments. The latter is returned unchanged if a block lies in two shards.
+            ranks: Ranks that have the shards.
         """
         if tuple(whole.shape) == self.shape:
             return self.own(whole, ranks.rank, ranks.size)
@@ -128,7 +136,7 @@ class ShardSpec:
         return whole if blocks is None else whole[blocks]
 
     def blocks_of_rank(self, ranks: TensorRanks, rank: int) -> torch.Tensor | None:
-        """See blocks_of: those of a rank's part."""
+        """Returns the numbers of the blocks of moments of a rank's shard; see blocks_of."""
         if self.copies == 1:
             return self.blocks_of(ranks.shard_range(self.length_of_piece, rank))
         behind, block = math.prod(self.shape[1:]), _C.MOMENT_BLOCK
@@ -141,15 +149,15 @@ class ShardSpec:
         return torch.cat(found)
 
     def blocks_of(self, own: range) -> torch.Tensor | None:
-        """Numbers of the blocks of moments that a rank's part is made of, in its order.
+        """Returns the numbers of the blocks of moments that form a rank's shard, in its order.
 
-        Blocks lie one behind the other in the whole, as in the part.
+        Blocks follow each other in the full tensor, as they do in the shard.
 
         Args:
-            own: See runs.
+            own: Range of the shard; see runs.
 
         Returns:
-            None where a block lies in two parts.
+            The numbers (int64, one dimension); None if a block lies in two shards.
         """
         runs, block = self.runs(own), _C.MOMENT_BLOCK
         begin = runs.first + runs.stride * torch.arange(
@@ -165,15 +173,17 @@ class ShardSpec:
 def check_blocks(
     model: nn.Module, cuts: Mapping[torch.Tensor, ShardSpec], ranks: TensorRanks
 ) -> None:
-    """Every rank's part has whole blocks of moments, as a format that rounds them there needs.
+    """Checks that every rank's shards consist of full blocks of moments.
+
+    A state format that rounds moments in blocks needs this.
 
     Args:
-        model: The whole.
-        cuts: Of its parameters.
-        ranks: Those that have the parts.
+        model: The full model.
+        cuts: Sharding of its parameters.
+        ranks: Ranks that have the shards.
 
     Raises:
-        NotImplementedError: A block lies in two parts.
+        NotImplementedError: A block lies in two shards.
     """
     for name, param in model.named_parameters():
         cut = cuts.get(param)
@@ -192,12 +202,12 @@ _ranks: weakref.WeakValueDictionary[str, TensorRanks] = weakref.WeakValueDiction
 
 
 def local_shard(whole: torch.Tensor, cut: ShardSpec | None, ranks: TensorRanks) -> torch.Tensor:
-    """This rank's part of rank 0's values; a contiguous tensor of its own. Collective.
+    """Returns this rank's shard of rank 0's values, as a new contiguous tensor. Collective.
 
     Args:
-        whole: A CPU tensor. A lazy one gives a lazy one.
-        cut: None: all of it.
-        ranks: Those that have the parts.
+        whole: Full CPU tensor. A lazy tensor gives a lazy shard.
+        cut: Sharding of the tensor; None: the full tensor is returned.
+        ranks: Ranks that get the shards.
     """
     _ranks[ranks.name] = ranks
     how = [cut.dim, cut.pieces, cut.copies, cut.shared] if cut else []
@@ -221,7 +231,7 @@ def _(whole: torch.Tensor, how: list[int], group: str, rank: int, size: int) -> 
 
 
 def _cut(whole: torch.Tensor, how: list[int], rank: int, size: int) -> torch.Tensor:
-    """A rank's part, by the numbers of a ShardSpec; none: all of it."""
+    """Returns a rank's shard, by the numbers of a ShardSpec; no numbers: the full tensor."""
     if not how:
         return whole
     dim, pieces, copies, shared = how
@@ -231,10 +241,11 @@ def _cut(whole: torch.Tensor, how: list[int], rank: int, size: int) -> torch.Ten
 
 
 def check_reader(ranks: TensorRanks, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-    """A state_dict hook: parts of parameters are not taken for parameters.
+    """Pre-hook of state_dict: refuses to give shards as if they were full values.
 
     Raises:
-        UsageError: Values are asked for; with keep_vars=True it is the parameters themselves.
+        UsageError: keep_vars is False, so the caller wants values. With keep_vars=True the caller
+            gets the parameters themselves.
     """
     if not keep_vars:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Parameters that several stages have, as a tied embedding: one copy a rank, one gradient for all.
+"""Parameters that several stages share, such as a tied embedding; each rank has one copy.
 
 Source: Narayanan et al. 2021 (Megatron-LM, section 2.2), for tied embeddings on two stages.
 """
@@ -16,7 +16,7 @@ from castor.distributed.tensor_ranks import TensorRanks
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedCopy:
-    """This rank's copy of one."""
+    """This rank's copy of a parameter that several stages share."""
 
     param: nn.Parameter
     ranks: TensorRanks
@@ -24,25 +24,31 @@ class SharedCopy:
 
 
 class SharedParameters:
-    """This rank's copies: before a step each has the gradients of all, so all stay equal."""
+    """This rank's copies of shared parameters.
+
+    Before a step each copy gets the sum of all copies' gradients, so all copies stay equal.
+    """
 
     def __init__(self, copies: Sequence[SharedCopy]) -> None:
-        """Nothing is changed.
+        """Takes the copies; changes nothing.
 
         Args:
-            copies: In an order that is the same on all ranks.
+            copies: This rank's copies, in an order that is the same on all ranks.
         """
         self._copies = list(copies)
         self._summed: bool | None = None
-        """Whether gradients are sums; None: there are none."""
+        """Whether gradients are summed over the copies; None: no backward has begun yet."""
 
     @property
     def counted_elsewhere(self) -> AbstractSet[nn.Parameter]:
-        """Parameters whose gradient another rank counts in the norm of all."""
+        """Parameters whose gradient another rank counts in the norm of all gradients."""
         return {copy.param for copy in self._copies if copy.ranks.rank > 0}
 
     def begin(self) -> None:
-        """Backward passes follow. A step has left sums: each counts once."""
+        """Prepares for backward passes: keeps sums of an earlier step on one rank only.
+
+        Otherwise a later sum would count them once for each rank.
+        """
         if self._summed:
             for param in self.counted_elsewhere:
                 if param.grad is not None:
@@ -50,12 +56,12 @@ class SharedParameters:
         self._summed = False
 
     def settle(self) -> None:
-        """Sums gradients, once for however many passes. Collective."""
+        """Sums the gradients over the copies, once after any number of passes. Collective."""
         if self._summed is not False:
             return
         for copy in self._copies:
             grad = copy.param.grad
             if grad is not None:
-                # Not as an edit of the user's, whom a loss scale would be hidden from.
+                # Through .data: an edit by the user would be refused under a loss scale.
                 grad.data.copy_(copy.ranks.all_reduce(grad))
         self._summed = True

@@ -1,12 +1,12 @@
-"""A stage's backward pass in two parts: gradients of its inputs first, of its weights later.
+"""A stage's backward pass in two halves: gradients of its inputs first, of its weights later.
 
-Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism, section 2). Hidden states' gradients are
-what other stages wait for; those of weights fill the time in which this one would wait.
+Source: Qi et al. 2023 (Zero Bubble Pipeline Parallelism, section 2). Other stages wait for the
+gradients of hidden states. Gradients of weights fill the time in which this stage would wait.
 
-The graph between a stage's outputs and its inputs is walked once. Weights join it at operators that
-lie on the way: their products with what forward saved are what the second part computes, from the
-gradients that came to these operators in the first. Each goes to its parameter as in any pass, by
-AccumulateGrad, so that whoever follows it there sees it.
+The graph between a stage's outputs and its inputs is walked once. Weights join it at operators on
+the way between them. The first half saves the gradients that arrive at these operators. The second
+half computes the weights' gradients from them and from the tensors that forward saved. Each
+gradient reaches its parameter through AccumulateGrad, as in any backward, so hooks there see it.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from torch.autograd.graph import GradientEdge, Node
 from castor import _C
 
 Enter = Callable[[Sequence[torch.Tensor]], None]
-"""Is told of the parameters whose gradients are computed next."""
+"""Function that is called with the parameters whose gradients are computed next."""
 
-_functions: Any = torch._C._functions  # whose stub lacks AccumulateGrad up to torch 2.14
+_functions: Any = torch._C._functions  # its stub lacks AccumulateGrad up to torch 2.14
 _AccumulateGrad: Any = _functions.AccumulateGrad
 
 
 @dataclass(eq=False)
 class _Part:
-    """Weights whose gradients are computed together, in a pass of their own."""
+    """Weights whose gradients are computed together, in one backward of the second half."""
 
     users: list[Node]
-    """Operators on the way to the inputs that these weights go into."""
+    """Operators on the way between outputs and inputs that these weights go into."""
     weights: list[torch.Tensor]
+    """The weights."""
     arrived: dict[GradientEdge, torch.Tensor] = field(default_factory=dict)
-    """The users' outputs, and their gradients."""
+    """Gradients that have arrived at the users' outputs."""
 
     def keep(self, user: Node) -> Callable[[tuple[torch.Tensor | None, ...]], None]:
-        """A hook before the user's backward: what has arrived there."""
+        """Returns a pre-hook of the user's backward that saves the gradients arriving there."""
 
         def arrives(grads: tuple[torch.Tensor | None, ...]) -> None:
             for output, grad in enumerate(grads):
@@ -51,7 +52,7 @@ class _Part:
         return arrives
 
     def run(self, enter: Enter) -> None:
-        """Computes the weights' gradients. What forward saved for them goes."""
+        """Computes the weights' gradients, and releases the tensors that forward saved for them."""
         entered = False
 
         def begins(_: object) -> None:
@@ -80,13 +81,13 @@ class SplitBackward:
         grads: Sequence[torch.Tensor | None] | None,
         inputs: Sequence[torch.Tensor],
     ) -> None:
-        """Walks the graph; nothing is computed.
+        """Walks the graph; computes nothing.
 
         Args:
             outputs: The stage's hidden states, or the loss. torch 2.15 gives the gradient edge of
                 an output that was sent and released.
-            grads: Of these; None: 1.
-            inputs: Of the stage; leaves, of which at least one requires a gradient.
+            grads: Gradients of the outputs; None: 1.
+            inputs: Inputs of the stage; leaves, of which at least one requires a gradient.
         """
         self._outputs: Sequence[Any] = outputs
         self._grads = grads
@@ -96,13 +97,13 @@ class SplitBackward:
         self._wanted = wanted
 
     def of_inputs(self) -> tuple[torch.Tensor | None, ...]:
-        """Gives the gradient of each input; weights that cannot wait get theirs as well."""
+        """Returns the gradient of each input; computes those of weights that cannot wait, too."""
         handles = [
             user.register_prehook(part.keep(user)) for part in self._parts for user in part.users
         ]
         try:
-            # Compiled code that overwrites what it saved refuses a graph that is kept. It is a
-            # function of Python's, which this pass runs, and no other.
+            # Compiled code that overwrites its saved tensors refuses a graph that is retained. It
+            # is a Python function, so this pass runs it, and no later one does.
             with compiled_code.patch(donated_buffer=False):
                 torch.autograd.backward(
                     self._outputs,
@@ -117,7 +118,7 @@ class SplitBackward:
             if isinstance(output, torch.Tensor):
                 output.detach_()
         for node in self._way.difference(*(part.users for part in self._parts)):
-            _C.release_saved_variables(node)  # of the graph only what weights need is left
+            _C.release_saved_variables(node)  # leaves only what weights need
         self._way.clear()
         found = tuple(x.grad for x in self._inputs)
         for x in self._wanted:
@@ -126,7 +127,7 @@ class SplitBackward:
         return found
 
     def of_weights(self, enter: Enter) -> None:
-        """After of_inputs: weights get their gradients, as backward would have come to them."""
+        """Computes the weights' gradients, after of_inputs, in the order of a plain backward."""
         parts, self._parts = self._parts[::-1], []
         while parts:
             parts.pop().run(enter)
@@ -135,12 +136,13 @@ class SplitBackward:
 def _divide(
     outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[_Part], list[torch.Tensor], set[Node]]:
-    """Finds parts that can be computed later, weights that cannot, and operators on the way.
+    """Finds groups of weights that can wait, weights that cannot, and operators on the way.
 
-    Operators whose weights are the same are one part. It cannot wait where a pass over one of its
-    operators would come to another one again (a layer that is used twice), where an operator is
-    Python's and would compute all its gradients twice, or where the weights' way to the outputs
-    does not meet the inputs'.
+    Operators that use the same weights form one group. Weights cannot wait in three cases:
+
+    - A pass over one of the group's operators would run another one again (a layer used twice).
+    - An operator is a Python function, which would compute all its gradients twice.
+    - The weights' way to the outputs does not meet that of the inputs.
     """
     nodes = (x.node if isinstance(x, GradientEdge) else x.grad_fn for x in outputs)
     roots = [node for node in nodes if node is not None]
@@ -175,7 +177,7 @@ def _divide(
 
 
 def _parents(roots: Iterable[Node]) -> dict[Node, list[Node]]:
-    """All nodes of a graph, and which nodes' gradients each gets."""
+    """Returns all nodes of a graph, each with the nodes that it gets gradients from."""
     parents: dict[Node, list[Node]] = {root: [] for root in roots}
     ahead = list(parents)
     while ahead:
@@ -193,7 +195,7 @@ def _parents(roots: Iterable[Node]) -> dict[Node, list[Node]]:
 def _upwards(
     nodes: list[Node], parents: dict[Node, list[Node]], until: AbstractSet[Node] = frozenset()
 ) -> set[Node]:
-    """The nodes, and all that lead to them, but for those of `until`."""
+    """Returns the nodes and all nodes that lead to them, up to those of `until`, excluded."""
     found = set(nodes)
     ahead = list(nodes)
     while ahead:
@@ -205,7 +207,7 @@ def _upwards(
 
 
 def _in_a_row(part: _Part) -> bool:
-    """Whether one of its users leads to another. Autograd's numbers fall on each way."""
+    """Whether a user leads to another. Autograd's sequence numbers fall along each path."""
     users = set(part.users)
     if len(users) == 1:
         return False

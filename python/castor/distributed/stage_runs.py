@@ -1,4 +1,4 @@
-"""Runs of a pipeline's ranks: all succeed, or each knows which has failed and why."""
+"""Runs of a pipeline's ranks: all succeed, or each learns which rank has failed and why."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from castor.errors import Error
 FOR_THE_LOSS = frozenset(
     {"labels", "shift_labels", "next_sentence_label", "start_positions", "end_positions"}
 )
-"""Arguments that a model computes a loss of."""
+"""Arguments from which a model computes its loss."""
 OF_THE_LAST_STAGE = FOR_THE_LOSS | {"num_items_in_batch"}
-"""Arguments of which only the last stage makes something."""
+"""Arguments that only the last stage uses."""
 
 Found = TypeVar("Found")
 
@@ -25,19 +25,19 @@ Found = TypeVar("Found")
 def run_together(
     parallel: PipelineParallel, model: nn.Module, work: Callable[[], Found]
 ) -> list[Found]:
-    """Does this rank's share of a pass through all stages.
+    """Runs this rank's share of a pass through all stages. Collective.
 
     Args:
-        parallel: The stages; its ranks make the same call.
-        model: Called in `work`.
-        work: Its share; what it gives is picklable.
+        parallel: The stages, whose ranks make the same call.
+        model: The model that `work` calls.
+        work: This rank's share of the pass; returns a picklable value.
 
     Returns:
-        What each rank's gave, in rank order.
+        The value of each rank's `work`, in rank order.
 
     Raises:
-        Error: A rank with another stage is gone, or could not go on; nor can this one then.
-        Exception: What `work` raised.
+        Error: A rank with another stage is gone or could not go on, so this one cannot either.
+        Exception: `work` raised it on this rank.
     """
     failure: Exception | None = None
     own: Found | None = None
@@ -47,7 +47,7 @@ def run_together(
             own = work()
     except Exception as error:
         failure = _unwrapped(error)
-        parallel.disconnect()  # others wait for what this rank will not send
+        parallel.disconnect()  # others wait for sends that will not come
     finally:
         parallel.running = False
     return _of_all(parallel, own, failure)  # type: ignore[return-value]  # None: one has failed
@@ -82,7 +82,7 @@ def _of_all(
 
 @contextmanager
 def _own_random_numbers(parallel: PipelineParallel) -> Iterator[None]:
-    """Dropout of each stage is its own; what all ranks draw alike outside stays alike."""
+    """Encloses a pass with a per-rank RNG state for dropout; the common state stays equal."""
     seed = int(torch.randint(2**62, ()))
     before = parallel.generators.states()
     parallel.generators.seed(seed + parallel.ranks.rank)
@@ -100,6 +100,6 @@ def _unwrapped(error: Exception) -> Exception:
 
 
 def _lost_a_rank(error: Exception) -> bool:
-    """Whether gloo's connections are what has failed."""
+    """Whether the error is a failed connection of gloo."""
     said = str(error)
     return type(error) is RuntimeError and ("gloo" in said or "pair closure" in said)

@@ -1,4 +1,4 @@
-"""Stage inputs and outputs: hidden states, and what later stages need beside them."""
+"""Stage inputs and outputs: hidden states, and other tensors that later stages need."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from castor.distributed.router_logits import RouterLogits, find_routers
 from castor.errors import UsageError
 
 SendHidden = Callable[[int, torch.Tensor], torch.Tensor]
-"""Sends hidden states on, where the block of that number is another rank's."""
+"""Function that takes the place of the block with that number, which another rank has: sends
+hidden states to it, or receives its output."""
 
 _INPUTS = ("input_ids", "inputs_embeds")
 
 
 @dataclass(eq=False)
 class StageTransfer:
-    """Hidden states on their way into the stage that runs and out of it."""
+    """Input and output of the stage that runs."""
 
     width: int
     """Width of a hidden state."""
     routers: RouterLogits
-    """Router logits, which go along where they are asked for."""
+    """Router logits, which are sent along if they are asked for."""
     encoder_blocks: int = 0
-    """Number of encoder blocks before a decoder's; 0: there is one row."""
+    """Number of encoder blocks, which come before the decoder's; 0: there is one row of blocks."""
     patch: tuple[int, int] | None = None
-    """Height and width of what one is of, where the inputs are images."""
+    """Height and width of a patch in pixels, if the inputs are images."""
     dtype: torch.dtype = torch.float32
-    """Type that models compute in."""
+    """Type that the model computes in."""
     begin: int = 0
-    """The stage's first block."""
+    """Number of the stage's first block."""
     end: int = 0
-    """The block behind its last."""
+    """Number of the block after the stage's last one."""
     received: torch.Tensor | None = None
+    """Stage input, which was received."""
     sent: torch.Tensor | None = None
+    """Stage output, which is to be sent."""
     encoded: torch.Tensor | None = None
-    """Output of the encoder, once it is over."""
+    """Output of the encoder, once it is known."""
     send_hidden: SendHidden | None = None
-    """Function that sends them on where all stages run in one call."""
+    """Function that sends and receives hidden states where all stages run in one call."""
 
     @classmethod
     def of(cls, model: nn.Module, plan: PipelinePlan) -> StageTransfer:
@@ -57,7 +60,7 @@ class StageTransfer:
         return cls(config.hidden_size, find_routers(model, plan), encoder_blocks, patch)
 
     def size_of(self, batch: Mapping[str, Any]) -> tuple[int, int]:
-        """Rows and tokens of the hidden states of a batch; of an encoder's.
+        """Returns the rows and tokens of a batch's hidden states (the encoder's, if there is one).
 
         Raises:
             UsageError: The model takes images, or tokens for an encoder, and there are none.
@@ -75,15 +78,15 @@ class StageTransfer:
             return self.size_of_images(images)
         inputs = next((name for name in _INPUTS if batch.get(name) is not None), None)
         given = batch[inputs] if inputs else next(x for x in batch.values() if _is_of_tokens(x))
-        # Of several choices for a row (input_ids of three dimensions) each is a row to the blocks.
+        # Each of several choices in a row (input_ids of three dimensions) is a row for the blocks.
         rows, tokens = given.shape[:2] if inputs != "input_ids" else given.flatten(0, -2).shape
         return rows, tokens
 
     def behind_encoder(self, batch: Mapping[str, Any], block: int) -> int:
-        """Counts the tokens that go to a block behind those of the encoder.
+        """Returns the number of decoder tokens in a block's stage input, behind the encoder's.
 
         Raises:
-            UsageError: The model has a decoder, and the batch nothing for it.
+            UsageError: The model is an encoder-decoder, and the batch has no decoder inputs.
         """
         if not self.encoder_blocks:
             return 0
@@ -91,7 +94,10 @@ class StageTransfer:
         return tokens if block > self.encoder_blocks else 0
 
     def size_of_images(self, images: torch.Tensor) -> tuple[int, int]:
-        """Rows and tokens of (rows, channels, height, width): whole patches, and one before all."""
+        """Returns the rows and tokens of images (rows, channels, height, width).
+
+        There is one token for each full patch, and one before them (the class token).
+        """
         assert self.patch is not None
         height, width = (n // of for n, of in zip(images.shape[2:], self.patch, strict=True))
         return len(images), 1 + height * width
@@ -102,22 +108,22 @@ class StageTransfer:
         return torch.empty((rows, tokens, elements), dtype=dtype, device=device)
 
     def join(self, hidden: torch.Tensor, block: int) -> torch.Tensor:
-        """Makes a block's stage input of its hidden states."""
+        """Makes the stage input that begins with a block, from hidden states."""
         return self.routers.join(hidden, block)
 
     def split(self, received: torch.Tensor, block: int) -> torch.Tensor:
-        """The hidden states in what has come for a block."""
+        """Returns the hidden states of a stage input that begins with a block."""
         return self.routers.split(received, block, self.dtype)
 
     def leave(self, hidden: torch.Tensor) -> None:
-        """The stage is over: what is sent is its hidden states, behind what the encoder gave."""
+        """Makes the stage output: hidden states, behind the encoder's output if there is one."""
         sent = self.join(hidden, self.end)
         self.sent = sent if self.encoded is None else torch.cat([self.encoded, sent], 1)
 
     def enter(self, received: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The hidden states that the stage begins with: the last tokens of what was received."""
+        """Returns the hidden states that the stage begins with: the last `tokens` of its input."""
         if self.encoded is not None:
-            received = received[:, -tokens:].clone()  # a block may write into what is no view
+            received = received[:, -tokens:].clone()  # not a view: a block may write into it
         return self.split(received, self.begin)
 
 
@@ -126,10 +132,10 @@ def _is_of_tokens(x: Any) -> bool:
 
 
 def tokens_of(batch: Mapping[str, Any], *, of: str = "") -> torch.Tensor:
-    """Returns an encoder's tokens (of="decoder_": a decoder's): (rows, tokens), or embeddings.
+    """Returns an encoder's tokens (rows, tokens), or embeddings; of="decoder_": a decoder's.
 
     Raises:
-        UsageError: There is nothing.
+        UsageError: The batch has neither.
     """
     for name in (f"{of}input_ids", f"{of}inputs_embeds"):
         given = batch.get(name)

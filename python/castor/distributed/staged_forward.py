@@ -1,4 +1,4 @@
-"""A model in stages that is called without gradients, as generate and evaluations do."""
+"""Calls of a model in pipeline stages without gradients, as in generate and evaluation."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from castor.runtime.own_forward import WrappedForward
 _CACHES = frozenset(
     {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer"}
 )
-"""Attributes of a layer's cache: keys and values of tokens, one behind the other."""
+"""Classes of layer caches that hold the keys and values of successive tokens."""
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-"""Types of layers that have such a cache."""
+"""Types of layers with such a cache."""
 
 
 class StagedForward(WrappedForward):
-    """The forward of a model whose stages several ranks have; all call it with the same arguments.
+    """The forward of a model in pipeline stages; all ranks call it with the same arguments.
 
-    Hidden states go from rank to rank in the middle of it, and what the last stage gives becomes
-    every rank's. Within a schedule it is the forward of one stage.
+    Hidden states go from rank to rank within the call, and every rank gets the last stage's
+    outputs. Within a schedule it is the forward of one stage.
     """
 
     def __init__(self, model: nn.Module, parallel: PipelineParallel) -> None:
         """Wraps the forward that the model has now.
 
         Args:
-            model: Of transformers, boosted.
+            model: A boosted model of transformers.
             parallel: Its stages.
         """
         super().__init__(model)
@@ -47,13 +47,14 @@ class StagedForward(WrappedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward.
 
-        Without gradients, outside of schedules: collective.
+        Outside of schedules the call is collective, and without gradients.
 
         Raises:
-            UsageError: Ranks were given different arguments, or have let go of each other.
-            NotImplementedError: Somebody asks for what no rank has of all layers.
-            Error: A rank with another stage is gone, or could not go on; nor can this one then.
-            Exception: What the model raised here.
+            UsageError: Ranks were given different arguments, or have disconnected from each other.
+            NotImplementedError: The call asks for outputs that no rank of a pipeline has, for
+                return_dict=False, or for a cache that castor does not know.
+            Error: A rank with another stage is gone or could not go on, so this one cannot either.
+            Exception: The model raised it on this rank.
         """
         model, parallel, forward = self.module, self._parallel, self.wrapped
         if parallel.running:
@@ -85,10 +86,18 @@ class StagedForward(WrappedForward):
         return given[0]
 
     def send_hidden(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Sends hidden states to a block of another rank, or receives them from it."""
+        """Sends hidden states to another rank's block, or receives that block's output.
+
+        Args:
+            index: Number of the block, whose placeholder calls this.
+            hidden: Hidden states before the block.
+
+        Returns:
+            The received hidden states, if this rank has the next block; else `hidden`.
+        """
         parallel, rank = self._parallel, self._parallel.ranks.rank
         owners, transfer = parallel.rank_of_block, parallel.modules.transfer
-        decoder = transfer.encoder_blocks  # its first block is given nothing of the block before
+        decoder = transfer.encoder_blocks  # its first block takes no output of the block before
         if index not in (0, decoder) and owners[index - 1] == rank:
             sent = on_host(transfer.join(hidden, index).contiguous())
             with parallel.awaiting():
@@ -102,7 +111,7 @@ class StagedForward(WrappedForward):
         return hidden
 
     def _share(self, own: Any) -> Any:
-        """The last stage's outputs, with what else this rank's forward gave (a cache)."""
+        """Broadcasts the last stage's tensors; keeps the other outputs of this rank (a cache)."""
         group, last = self._parallel.group, self._parallel.rank_of_block[-1]
         tensors = {name: x for name, x in own.items() if _holds_tensors(x)}
         said = [tree_map(lambda x: torch.empty_like(x, device="meta"), tensors)]
@@ -120,11 +129,11 @@ class StagedForward(WrappedForward):
 
 
 def refuse_parts(model: nn.Module, parallel: PipelineParallel) -> None:
-    """From now on only the model calls the modules around its blocks, of which ranks have stages.
+    """Refuses calls of the modules around the blocks, unless they come from the model's forward.
 
     Args:
-        model: Boosted.
-        parallel: Its stages; an encoder is a whole of its own.
+        model: The boosted model.
+        parallel: Its stages. The encoder may be called by itself (EncoderForward).
     """
     for part in parts_around_blocks(model):
         if part is not parallel.encoder:
@@ -142,14 +151,14 @@ def _check_caller(parallel: PipelineParallel, part: nn.Module, _args: tuple[Any,
 
 
 def check_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Nobody asks for outputs that no rank of a model in stages has.
+    """Checks that a call asks for no outputs of all layers, which no rank of a pipeline has.
 
     Args:
-        model: Of transformers.
-        kwargs: Of its forward, by name.
+        model: A model of transformers.
+        kwargs: Arguments of its forward, by name.
 
     Raises:
-        NotImplementedError: Somebody does.
+        NotImplementedError: The call asks for output_hidden_states or output_attentions.
     """
     for name in ("output_hidden_states", "output_attentions"):
         if asked_of(model, kwargs, name):
@@ -160,7 +169,11 @@ def check_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def _check_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Layers of other ranks only count the tokens in their cache."""
+    """Checks that the cache holds keys and values only, since placeholders only count its tokens.
+
+    Raises:
+        NotImplementedError: The cache, or a type of layer, is another one.
+    """
     cache = find_cache(kwargs.values())
     caches = [getattr(cache, f"{of}_attention_cache", cache) for of in ("self", "cross")]
     layers = [layer for one in caches for layer in getattr(one, "layers", ())]
@@ -176,6 +189,6 @@ def _check_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def _holds_tensors(output: Any) -> bool:
-    """Whether it is a tensor, or several (router logits)."""
+    """Whether an output is a tensor, or a tuple of tensors (router logits)."""
     several = output if isinstance(output, tuple) else (output,)
     return all(isinstance(x, torch.Tensor) for x in several)

@@ -1,8 +1,8 @@
-"""A model of which one process has some stages: what stands where the others' modules were.
+"""The modules of a process's pipeline stages, and placeholders for modules of other stages.
 
-The model's own forward runs on every stage, from its inputs to its outputs. Of the row of blocks,
-the one before a stage's first gives the hidden states that were received, the one behind its last
-keeps those that are to be sent; what is computed before and behind of placeholders goes nowhere.
+The model's own forward runs on every stage, from its inputs to its outputs. The placeholder before
+a stage's first block returns the hidden states that were received. The one after its last block
+keeps those that are to be sent. What the forward computes from other placeholders is not used.
 """
 
 from __future__ import annotations
@@ -33,29 +33,33 @@ class Place:
     """A module's place in the model, and its stage."""
 
     parent: nn.Module
+    """The module around it."""
     name: str
+    """Its name in the parent."""
     module: nn.Module
+    """The module itself."""
     other: nn.Module
     """Placeholder at this place on other stages."""
     stage: int
+    """Number of the module's stage."""
     common: nn.Module | None = None
-    """The part of it that other stages have as well ..."""
+    """Submodule that other stages have as well; None: there is none."""
     common_to: tuple[int, ...] = ()
-    """... which are these."""
+    """Numbers of these other stages."""
 
     def params(self) -> Iterator[tuple[nn.Parameter, tuple[int, ...]]]:
-        """Its parameters, and the stages that have each."""
+        """Yields the module's parameters, each with the stages that have it."""
         common = set(self.common.parameters()) if self.common else set()
         for param in self.module.parameters():
             yield param, (self.stage, *(self.common_to if param in common else ()))
 
     def put(self, module: nn.Module) -> None:
-        """Not as an attribute: a boosted model refuses those."""
+        """Puts a module here, but not as an attribute, which a boosted model refuses."""
         self.parent._modules[self.name] = module
 
 
 class StageModules:
-    """The stages of a model that this process has. Holds no module of the model."""
+    """This process's stages of a model. Holds no module of the model."""
 
     def __init__(
         self,
@@ -67,10 +71,10 @@ class StageModules:
         """Puts placeholders where modules of other processes' stages are.
 
         Args:
-            places: All that belong to a stage.
-            own: Numbers of this process's.
-            cuts: The first block of each stage of the model, and the number of blocks.
-            transfer: Of the placeholders.
+            places: Places of all modules that belong to a stage.
+            own: Numbers of this process's stages.
+            cuts: Number of the first block of each stage of the model, then the number of blocks.
+            transfer: Stage inputs and outputs, which the placeholders use.
         """
         self.own = tuple(own)
         self.cuts = list(cuts)
@@ -82,7 +86,7 @@ class StageModules:
                 ):
                     place.other.keep_bias()
                 place.put(place.other)
-        # Of several stages those that do not run are out of the way meanwhile.
+        # If there are several stages, placeholders replace the others while one runs.
         self._own = [
             (weakref.ref(place.parent), weakref.ref(place.module), place.name, place.other,
              place.stage)
@@ -97,7 +101,7 @@ class StageModules:
 
     @contextmanager
     def running(self, stage: int) -> Iterator[StageTransfer]:
-        """In it the model's forward computes one stage of this process's."""
+        """Has the model's forward compute one of this process's stages."""
         transfer = self.transfer
         transfer.begin, transfer.end = self.cuts[stage], self.cuts[stage + 1]
         resting = [
@@ -117,7 +121,7 @@ class StageModules:
 
     @contextmanager
     def together(self, send_hidden: SendHidden) -> Iterator[None]:
-        """In it the model's forward computes all of this process's stages."""
+        """Has the model's forward compute all of this process's stages."""
         self.transfer.send_hidden = send_hidden
         try:
             with self.transfer.routers.listening():
@@ -129,13 +133,13 @@ class StageModules:
 def places_of(
     model: nn.Module, plan: PipelinePlan, cuts: Sequence[int], transfer: StageTransfer
 ) -> list[Place]:
-    """All modules that belong to a stage; nothing is changed.
+    """Returns the places of all modules that belong to a stage; changes nothing.
 
     Args:
-        model: Whole.
-        plan: Of it.
-        cuts: As StageModules takes them.
-        transfer: For what stands where others' modules were.
+        model: The full model.
+        plan: Its pipeline plan.
+        cuts: First blocks of the stages; see StageModules.
+        transfer: Stage inputs and outputs, which the placeholders use.
     """
     embeddings = None if plan.images else model.get_input_embeddings()  # type: ignore[operator]
     places, first = [], 0
@@ -187,7 +191,10 @@ def _places_of_blocks(
 
 
 def _gives_tensor(block: nn.Module) -> bool:
-    """Whether its forward says so, which differs between releases of transformers."""
+    """Whether a block's forward is annotated to return a tensor.
+
+    This differs between releases of transformers.
+    """
     return inspect.signature(type(block).forward).return_annotation in (
         torch.Tensor,
         "torch.Tensor",

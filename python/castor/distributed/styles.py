@@ -17,13 +17,13 @@ from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.errors import UsageError
 
 Forward = Callable[..., Any]
-"""(module, ranks, its argument, *args, **kwargs) -> outputs."""
+"""A style: (module, ranks, the style's argument, *args, **kwargs) -> outputs."""
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Reduces the shards' outputs of a layer: their sum, or this rank's tokens of it."""
 
 
 class Part:
-    """The forward of a module of which this rank has a part."""
+    """The forward of a module of which this rank has a shard; it calls a style."""
 
     def __init__(
         self, module: nn.Module, forward: Forward, ranks: TensorRanks, argument: Any
@@ -34,17 +34,17 @@ class Part:
         self._ranks = ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's own forward."""
+        """Runs the style's forward on the module."""
         module = self._module()
         assert module is not None
         return self.forward(module, self._ranks, self.argument, *args, **kwargs)
 
     def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
-        """Refused: a copy would compute with a part, and need the other ranks."""
+        """Refuses to copy: a copy would compute with a shard, and need the other ranks."""
         self._refuse()
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
-        """Refused, as copies are."""
+        """Refuses to pickle, as it refuses to copy."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -55,18 +55,18 @@ class Part:
 
 
 def _whole(module: nn.Module) -> Forward:
-    """Returns the forward that computes with the module's tensors as they are."""
+    """Returns the class's forward, which computes with the module's tensors as they are."""
     forward: Forward = type(module).forward.__get__(module)
     return forward
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' linear layer that keeps its weight the other way round."""
+    """Whether a module is transformers' Conv1D, a linear layer with a transposed weight."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def columns(m: nn.Module, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer of which this rank has some outputs."""
+    """Runs a column-parallel linear layer; returns this rank's outputs."""
     return _of_entered(m, ranks.enter(x))
 
 
@@ -77,14 +77,14 @@ def _of_entered(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_columns(m: nn.Module, ranks: TensorRanks, width: int, x: torch.Tensor) -> torch.Tensor:
-    """... whose outputs all ranks get; `width` of them."""
+    """Runs a column-parallel linear layer, and gathers all of its `width` outputs."""
     return ranks.gather_columns(columns(m, ranks, width, x), width)
 
 
 def head(
     m: nn.Module, ranks: TensorRanks, given: tuple[int, VocabularyLoss], x: torch.Tensor
 ) -> torch.Tensor:
-    """The output embedding, whose logits stay divided where the loss is."""
+    """Runs the output embedding; its logits stay sharded where the loss is vocab-parallel."""
     width, loss = given
     if not loss.local:
         return gathered_columns(m, ranks, width, x)
@@ -94,11 +94,11 @@ def head(
 
 
 def rows(m: Any, _: TensorRanks, reduce: Reduce, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer of which this rank has some inputs, which come divided."""
+    """Runs a row-parallel linear layer, whose input is sharded."""
     bias: torch.Tensor | None = m._parameters.get("bias")
     if bias is None:
         return reduce(_whole(m)(x))
-    if is_conv1d(m):  # whose forward needs one
+    if is_conv1d(m):  # its forward needs a bias
         return reduce(nn.functional.linear(x, m.weight.t())) + bias
     m._parameters["bias"] = None  # added once
     try:
@@ -109,15 +109,21 @@ def rows(m: Any, _: TensorRanks, reduce: Reduce, x: torch.Tensor) -> torch.Tenso
 
 
 def split_rows(m: Any, ranks: TensorRanks, reduce: Reduce, x: torch.Tensor) -> torch.Tensor:
-    """... which come whole."""
+    """Runs a row-parallel linear layer, whose input is full."""
     return rows(m, ranks, reduce, ranks.scatter_columns(x))
 
 
 def vocabulary(m: Any, ranks: TensorRanks, given: tuple[int, int], ids: torch.Tensor) -> Any:
-    """An embedding of which this rank has some rows, from the first of `given` on, of so many.
+    """Runs a vocab-parallel embedding.
+
+    Args:
+        m: The embedding, with this rank's rows.
+        ranks: Ranks that have the other rows.
+        given: Number of this rank's first row; full number of rows.
+        ids: Numbers of tokens.
 
     Raises:
-        IndexError: Nobody has a row.
+        IndexError: An id has a row on no rank.
     """
     first, rows = given
     check_numbers(ids, rows, "input_ids")
@@ -129,22 +135,22 @@ def vocabulary(m: Any, ranks: TensorRanks, given: tuple[int, int], ids: torch.Te
 def experts(
     m: nn.Module, ranks: TensorRanks, _: None, x: torch.Tensor, chosen: Any, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Experts of whose hidden units this rank has some."""
+    """Runs experts whose hidden units are sharded (tensor parallelism)."""
     return ranks.reduce(_whole(m)(ranks.enter(x), chosen, ranks.enter(weights)))
 
 
 def own_experts(
     m: Any, ranks: TensorRanks, first: int, x: torch.Tensor, chosen: Any, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Experts of which this rank has some, from `first` on: it computes the tokens that chose them.
+    """Runs this rank's experts on the tokens that chose them; all ranks have the same tokens.
 
     Args:
-        m: The experts; m.num_experts are here.
-        ranks: Those with the others.
-        first: The number of this rank's first one.
+        m: This rank's experts; m.num_experts of them.
+        ranks: Ranks that have the other experts.
+        first: Number of this rank's first expert.
         x: Hidden states, (tokens, width).
-        chosen: Numbers of experts, (tokens, choices).
-        weights: Of each choice, (tokens, choices).
+        chosen: Numbers of the chosen experts, (tokens, choices).
+        weights: Routing weight of each choice, (tokens, choices).
     """
     return ranks.reduce(_of_own_experts(m, first, ranks.enter(x), chosen, ranks.enter(weights)))
 
@@ -153,15 +159,15 @@ def exchanged_experts(
     m: Any, ranks: TensorRanks, given: tuple[ExpertExchange, str, int], x: torch.Tensor,
     chosen: Any, weights: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """... which computes the tokens of all ranks that chose them, each of which has its own data.
+    """Runs this rank's experts on all ranks' tokens that chose them (expert parallelism).
 
     Args:
-        m: The experts; m.num_experts are here.
-        ranks: Those with the others.
-        given: Of the model; the module's name; how many experts there are.
-        x: Hidden states, (tokens, width).
-        chosen: Numbers of experts, (tokens, choices).
-        weights: Of each choice, (tokens, choices).
+        m: This rank's experts; m.num_experts of them.
+        ranks: Ranks that have the other experts, each with its own data.
+        given: Exchange of the model; name of the module; number of experts of all ranks.
+        x: Hidden states of this rank, (tokens, width).
+        chosen: Numbers of the chosen experts, (tokens, choices).
+        weights: Routing weight of each choice, (tokens, choices).
     """
     exchange, name, experts = given
     routes = exchange.routes(name, experts, x, chosen, weights)
@@ -183,12 +189,12 @@ def _of_own_experts(
 
 
 def reduced(m: nn.Module, ranks: TensorRanks, _: None, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A module whose outputs are summed."""
+    """Runs a module, and sums its outputs over the ranks."""
     return ranks.reduce(_whole(m)(*args, **kwargs))
 
 
 def own_heads(m: nn.Module, ranks: TensorRanks, name: str, *args: Any, **kwargs: Any) -> Any:
-    """A module whose argument `name` has (batch x heads) first, of all heads."""
+    """Runs a module with this rank's heads of its argument `name`, (batch x all heads, ...)."""
     given = by_name(_whole(m), args, kwargs)
     by_head = given[name]
     batch = by_head.shape[0] // (m.num_heads * ranks.size)  # type: ignore[operator]

@@ -1,7 +1,7 @@
-"""Cuts the layers of a model among ranks, on plain local tensors.
+"""Tensor parallelism of a model's layers, on plain local tensors.
 
 Source: Shoeybi et al. 2019 (Megatron-LM, section 3). Parameters stay the same objects, so ties and
-optimizers keep them; modules stay the same, with another `forward`.
+optimizers keep them. Modules stay the same objects too, with another `forward`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PARTIAL = "replicated_with_grad_allreduce"
 
 
 class TensorParallel:
-    """A model of which this process has a part of each layer."""
+    """A model of which this process has a shard of each layer."""
 
     def __init__(
         self,
@@ -49,18 +49,19 @@ class TensorParallel:
         divide_loss: bool = False,
         divide_tokens: bool = False,
     ) -> None:
-        """Finds out what is cut; nothing is changed.
+        """Finds out how each parameter is sharded; changes nothing.
 
         Args:
-            model: On the CPU, lazy or not.
+            model: The full model, on the CPU, lazy or not.
             plan: Styles by name; see castor.distributed.tensor_plan.
-            ranks: Among which.
-            divide_loss: Whether the loss is computed of each rank's logits.
-            divide_tokens: Whether a rank has its tokens of what lies between divided layers.
+            ranks: Ranks that get the shards.
+            divide_loss: Whether the loss is computed from vocab-parallel logits.
+            divide_tokens: Whether activations between tensor-parallel layers are sharded by tokens
+                (sequence parallelism).
 
         Raises:
             UsageError: A size or a module does not fit its style.
-            NotImplementedError: A style is not known, or the loss or tokens cannot be divided.
+            NotImplementedError: A style is not known, or the loss or the tokens cannot be sharded.
         """
         self.ranks = ranks
         self.exchange = ExpertExchange(model, ranks)
@@ -91,7 +92,7 @@ class TensorParallel:
         return model
 
     def apply(self) -> None:
-        """Leaves this rank's parts of rank 0's values in the model. Collective."""
+        """Leaves this rank's shards of rank 0's values in the model. Collective."""
         model = self.model
         with torch.no_grad():
             for param in model.parameters():
@@ -105,13 +106,15 @@ class TensorParallel:
         self._forwards.clear()
 
     def start(self, generators: Generators, stages: Sequence[range] | None = None) -> None:
-        """After boost: watches inputs, shares random states and sums gradients of partial layers.
+        """Installs the hooks of training, after boost. Collective.
 
-        Collective.
+        They check that inputs and RNG states are equal on all ranks. They sum the gradients of
+        full parameters that act on shards of activations, and of elements that ranks share.
 
         Args:
-            generators: Of the model.
-            stages: Numbers of the blocks of each of this process's stages; None: it has all.
+            generators: Generators that the model draws from.
+            stages: Numbers of the blocks of each of this process's pipeline stages; None: the
+                process has all blocks.
         """
         model = self.model
         for param in set(model.parameters()).intersection(self._partial):
@@ -122,7 +125,7 @@ class TensorParallel:
             cut = self.cuts.get(param)
             if cut and cut.copies > 1 and param.requires_grad:
                 param.register_hook(functools.partial(cut.sum_of_copies, ranks=self.ranks))
-        generators.share(self.ranks)  # dropout of what every rank has has to be the same
+        generators.share(self.ranks)  # dropout of replicated activations has to be the same
         model.register_forward_pre_hook(
             ModuleHook(_begin_pass, self.ranks, generators), with_kwargs=True
         )
@@ -137,26 +140,26 @@ class TensorParallel:
         self.refuse_readers(model)
 
     def divide_in(self, stages: Sequence[range] | None) -> None:
-        """Tells sequence parallelism, if there is any, where other stages begin; after start."""
+        """Tells sequence parallelism, if it is used, new stages; see SequenceShards.divide_in."""
         if self._tokens:
             self._tokens.divide_in(stages)
 
     def refuse_readers(self, model: nn.Module) -> None:
-        """From now on parts of parameters are not taken for parameters."""
+        """Has state_dict of every module refuse to give shards as full values; see check_reader."""
         for module in model.modules():
             module.register_state_dict_pre_hook(ModuleHook(check_reader, self.ranks))
 
     def norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
-        """The L2 norm of all gradients, each counted once. Collective.
+        """Returns the L2 norm of all gradients, each element counted once. Collective.
 
         Args:
-            params: This rank's.
-            squares: The sum of squares of each one's gradient.
+            params: This rank's parameters.
+            squares: Sum of squares of the gradient of each of `params`.
         """
         return math.sqrt(self.squared_norm(params, squares))
 
     def squared_norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
-        """See norm."""
+        """Returns the square of the norm; see norm."""
         cut = sum(
             self.cuts[param].squared_once(param, s, self.ranks)
             for param, s in zip(params, squares, strict=True)
@@ -171,28 +174,28 @@ class TensorParallel:
 
     @property
     def peers(self) -> Sequence[Peers]:
-        """Groups of ranks with the other parts of this model, this one in each."""
+        """Groups of ranks with the other shards of this model; this rank is in each."""
         return (self.ranks,)
 
     whole_model = None
-    """No rank has layers that another lacks."""
+    """None: every rank has a shard of every layer, so no rank lacks layers."""
     stage, broken = 0, ""
-    """The model is one, and nobody lets go of the others."""
+    """There is one stage, and these ranks never disconnect from each other."""
 
     @property
     def has_first_part(self) -> bool:
-        """Whether this is the first of the ranks that have equal full parameters."""
+        """Whether this is the first rank of those with equal copies of the full parameters."""
         return self.ranks.rank == 0
 
     def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None:
-        """Before a step: backward has left them as they are to be."""
+        """Does nothing: after backward the gradients are ready for a step."""
 
     def meet(self) -> None:
-        """Returns when every rank with a part of the layers is here. Collective.
+        """Returns when every rank with a shard of the layers is here. Collective.
 
         Raises:
-            UsageError: One is within a pass; every rank raises it.
-            Error: One is gone.
+            UsageError: A rank is within a pass; every rank raises it.
+            Error: A rank is gone.
         """
         self.ranks.gather(None)
 
@@ -202,7 +205,12 @@ class TensorParallel:
         return None if cut is None else cut.shape
 
     def own(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of what belongs to a parameter that is cut."""
+        """Returns this rank's shard of a tensor that belongs to a sharded parameter.
+
+        Args:
+            param: The sharded parameter.
+            whole: Full tensor; see ShardSpec.own_of.
+        """
         return self.cuts[param].own_of(whole, self.ranks)
 
     def runs(self, param: torch.Tensor) -> Runs | Segments | None:
@@ -211,7 +219,7 @@ class TensorParallel:
         return None if cut is None else cut.runs_of(self.ranks)
 
     def _cut_bare(self, name: str, param: nn.Parameter, kind: str) -> None:
-        """A parameter that is named itself."""
+        """Plans a parameter that the plan names itself, instead of its module."""
         if kind in ("colwise", "packed_colwise"):
             self._cut(name, param, max(param.ndim - 2, 0), 2 if kind == "packed_colwise" else 1)
         elif kind == "rowwise":
@@ -295,16 +303,16 @@ class TensorParallel:
         sharing: tuple[int, int] = (1, 0),
         gives_all: bool = False,
     ) -> int:
-        """Cuts a linear layer; returns how many inputs or outputs the whole one has.
+        """Plans the shards of a linear layer; returns the full number of its inputs or outputs.
 
         Args:
-            name: Of it.
+            name: Name of the layer.
             module: The layer.
-            inputs: Whether these are cut.
-            pieces: Of its outputs, one behind the other.
-            sharing: How many neighbours share a group of outputs, and how many at its end all of
-                these have.
-            gives_all: Whether the model gets all outputs, as many as the layer says.
+            inputs: Whether the inputs are sharded (row-parallel); otherwise the outputs are.
+            pieces: Number of pieces of the outputs, one behind the other; each is sharded.
+            sharing: Number of neighbouring ranks that share a group of outputs; number of outputs
+                at the end of each group that all of them have.
+            gives_all: Whether outputs are gathered, so the layer keeps its full output count.
         """
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         transposed = styles.is_conv1d(module)
@@ -416,14 +424,16 @@ def _begin_pass(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """A pre-hook of the model: one batch, and one dropout of what every rank has. Collective.
+    """Pre-hook of the model: checks that inputs and RNG states are equal. Collective.
+
+    RNG states that differ in training become rank 0's.
 
     Raises:
-        UsageError: See check_inputs.
+        UsageError: Ranks were given different inputs; see check_inputs.
     """
     drawn_from = digest_of(generators.states()) if model.training else None
     if len(set(check_inputs(ranks, model, args, kwargs, beside=drawn_from))) > 1:
-        generators.share(ranks)  # one has drawn for itself, as a loader that it has alone does
+        generators.share(ranks)  # one has drawn alone, as a loader on that rank does
 
 
 def _gather_attentions(
@@ -433,10 +443,10 @@ def _gather_attentions(
     kwargs: dict[str, Any],
     output: Any,
 ) -> Any:
-    """A hook of the model: attention weights of all heads, where each rank has some. Collective.
+    """Hook of the model: gathers attention weights of all heads, if asked for. Collective.
 
     Raises:
-        NotImplementedError: They are asked for in a tuple, in which they have no name.
+        NotImplementedError: The outputs are a tuple, so the attention weights have no name.
     """
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if heads is None or not asked_of(model, kwargs, "output_attentions"):
@@ -454,7 +464,7 @@ def _gather_attentions(
 
 
 def _of_all_heads(own: Any, heads: int, ranks: TensorRanks) -> Any:
-    """Attention weights (batch, all heads, queries, keys), of those of this rank's heads."""
+    """Gathers attention weights (batch, own heads, queries, keys) of this rank to all heads."""
     if not isinstance(own, torch.Tensor) or own.ndim != 4 or own.shape[1] * ranks.size != heads:
         return own
     return ranks.gather_columns(own.transpose(1, -1), heads).transpose(1, -1)

@@ -1,22 +1,23 @@
-"""Tensor-parallel plans: Hugging Face's, and ours where there is none.
+"""Tensor-parallel plans: castor's own for some families, transformers' for all others.
 
 A plan maps names of modules and parameters, with `*` for numbers, to styles:
 
-    colwise                  a linear layer's outputs are divided, and stay so
-    colwise:3                ... of which it has three kinds, one behind the other (fused q, k, v)
-    colwise_shared:2,16      ... of which 2 neighbours share a group: the last 16 of it both have
-    colwise_gather_output    ... and are put together again
-    rowwise                  a linear layer's inputs are divided; its outputs are summed
-    rowwise_split_input      ... after each rank has taken its part of whole ones
-    embedding_rowwise        the vocabulary is divided
-    heads                    an embedding whose columns are heads: they stay divided
-    replicated_with_grad_allreduce   whole, on parts of the activations
-    packed_colwise, rowwise  of a parameter: as the layers
-    moe_tp_experts           a module of parameters that are cut so
-    whole_experts            a module of experts, of which each rank has some
-    exchanged_experts        ... and ranks have other data
-    divided:a,b              attributes of a module that count heads
-    set:a=2                  an attribute of a module that has another value where heads are divided
+    colwise                  column-parallel linear layer: its outputs stay sharded
+    colwise:3                ... with 3 pieces of outputs, one behind the other (fused q, k, v)
+    colwise_shared:2,16      ... where 2 neighbours share a group: both have its last 16 outputs
+    colwise_gather_output    ... whose outputs are all-gathered (also colwise_rep)
+    rowwise                  row-parallel linear layer: sharded inputs, its outputs are all-reduced
+    rowwise_split_input      ... whose input is full: each rank takes its slice (also rowwise_rep)
+    embedding_rowwise        vocab-parallel embedding
+    heads                    an embedding whose columns are heads, which stay sharded
+    replicated_with_grad_allreduce   full parameters that act on shards of activations
+    packed_colwise, rowwise  for the name of a parameter: sharded as in such a layer
+    moe_tp_experts           a module of experts whose parameters are sharded by these styles
+    whole_experts            a module of experts: each rank has some, and all have the same tokens
+    exchanged_experts        ... and each rank has other tokens (expert parallel)
+    all_reduce               a module whose outputs are summed over the ranks
+    divided:a,b              attributes of a module that count heads: divided by tp_size
+    set:a=2                  an attribute of a module that is set to 2 where heads are sharded
     heads_of:a               an argument of forward whose first dimension is batch x heads
 
 Several styles of one name are given as a tuple.
@@ -138,32 +139,34 @@ _OURS: dict[str, Plan] = {
     "t5": _T5,
     "vit": _VIT,
 }
-"""By model_type of the configuration."""
+"""Castor's own plans, by model_type of the configuration."""
 _OWN_PLAN = "give HybridParallelPlugin(tp_plan={**model.tp_plan, ...})"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _NORMS = ("q_norm", "k_norm")
-"""Norms of queries and keys, where they are as wide as a head."""
+"""Names of the norms of queries and keys, which see shards if they are as wide as a head."""
 _KEY_HEADS = "num_key_value_heads"
 _HEADS = ("num_attention_heads", _KEY_HEADS)
 _GROUPS = "num_key_value_groups"
-"""Query heads of each key-value head, as transformers' attention modules count them."""
+"""Name of the number of query heads per key-value head in transformers' attention modules."""
 _ALL_HEADS = ("qkv_proj", "k_proj")
-"""Layers whose outputs all ranks may have, so that heads are not divided."""
+"""Layers whose outputs a plan may gather, so that heads are not sharded."""
 _FALCON_LAYER = "query_key_value"
-"""Its outputs are groups of query heads, each with a key head and a value head behind."""
+"""Falcon's fused layer: groups of query heads, each followed by a key and a value head."""
 
 
 def find_plan(model: nn.Module, size: int, given: Plan | None) -> dict[str, tuple[str, ...]]:
-    """Styles by name of a module or parameter of the model.
+    """Returns the styles of a model, by name of the module or parameter.
 
     Args:
-        model: What is cut.
-        size: Among how many ranks.
-        given: The user's; None: transformers' own, or castor's.
+        model: The full model.
+        size: Number of tensor-parallel ranks.
+        given: The user's plan; None: castor's own, or else transformers'.
 
     Raises:
-        UsageError: Heads cannot be divided, or a name of the user's plan is not the model's.
-        NotImplementedError: There is no plan for this model.
+        UsageError: Heads cannot be divided evenly, or the user's plan names a module or parameter
+            that the model lacks.
+        NotImplementedError: There is no plan for this model, or the plan leaves a parameter
+            beside sharded layers open.
     """
     config: Any = getattr(model, "config", None)
     plan = given if given is not None else _own_plan(model, config)
@@ -203,15 +206,17 @@ def _share_heads(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) 
     """Has several ranks share a key-value head where there are fewer heads than ranks.
 
     Args:
-        model: The model that is cut.
+        model: The full model.
         plan: Its styles by name, which are changed.
-        size: The number of ranks.
+        size: Number of tensor-parallel ranks.
 
     Returns:
-        Whether the key-value heads were found, so that the configuration's need not divide.
+        Whether the key-value heads were found. If so, the number of key-value heads in the
+        configuration need not be a multiple of `size`.
 
     Raises:
-        UsageError: The number of key-value heads neither divides `size` nor is a multiple of it.
+        UsageError: The number of key-value heads neither divides `size` nor is a multiple of it,
+            or the query heads cannot be divided evenly.
     """
     found = False
     modules = dict(model.named_modules())
@@ -250,10 +255,10 @@ def _share_heads(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) 
 
 
 def _copies_of(heads: int, size: int, name: str) -> int:
-    """Returns the number of ranks that share each key-value head; 0: each has its own.
+    """Returns the number of ranks that share each key-value head; 0: heads are not shared.
 
     Raises:
-        UsageError: They cannot.
+        UsageError: Ranks can neither divide the heads nor share them evenly.
     """
     if heads % size == 0:
         return 0
@@ -266,10 +271,10 @@ def _copies_of(heads: int, size: int, name: str) -> int:
 
 
 def _complete(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) -> None:
-    """Adds what transformers' plans leave out: activations and norms of heads, which see parts.
+    """Adds modules that transformers' plans leave out: activations and norms that see shards.
 
     Raises:
-        NotImplementedError: Parameters beside divided layers are not in the plan, or a style does
+        NotImplementedError: A parameter beside sharded layers is not in the plan, or a style does
             not fit.
     """
     kinds = kinds_of(plan)
@@ -294,7 +299,7 @@ def _complete(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) -> 
 
 
 def _check_kinds(name: str, own: Mapping[str, nn.Parameter], kinds: Kinds) -> None:
-    """Matrices of experts that are called gate_up_proj have two kinds of outputs."""
+    """Raises NotImplementedError for experts' packed matrices (gate_up_proj) that are 'colwise'."""
     rows = [part for part in own if "rowwise" in kinds.get(f"{name}.{part}", ())]
     for part, param in own.items():
         if "colwise" not in kinds.get(f"{name}.{part}", ()) or not rows:
@@ -311,15 +316,15 @@ def _check_kinds(name: str, own: Mapping[str, nn.Parameter], kinds: Kinds) -> No
 def with_whole_experts(
     model: nn.Module, plan: Mapping[str, tuple[str, ...]], size: int
 ) -> dict[str, tuple[str, ...]]:
-    """The plan with experts that are not cut: each rank has some of them.
+    """Returns the plan with expert parallelism: each rank has some of the experts, in full.
 
     Args:
-        model: What is divided.
-        plan: Of its layers; empty: they are whole, and each rank has data of its own.
-        size: Among how many ranks.
+        model: The full model.
+        plan: Styles of its layers; empty: layers are full, and each rank has other data.
+        size: Number of expert-parallel ranks.
 
     Raises:
-        UsageError: There are none, or fewer than `size`.
+        UsageError: The model has no module of experts, or fewer experts than `size`.
     """
     modules = [
         (name, module)

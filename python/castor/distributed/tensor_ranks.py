@@ -1,4 +1,4 @@
-"""The ranks that have parts of each layer, and what autograd sends between them.
+"""Tensor-parallel ranks, and their collectives with gradients.
 
 Sources: Shoeybi et al. 2019 (Megatron-LM, section 3), whose f is `TensorRanks.enter` and whose g is
 `TensorRanks.reduce`.
@@ -30,8 +30,9 @@ class TensorRanks(Peers):
     """The ranks with the shards of each layer. Collective: all make the same calls in order."""
 
     name: str
-    """Name of the process group, which nobody else uses."""
+    """Name of the process group, which is used here only."""
     tensors: _C.RankTensors
+    """Collectives of tensors."""
     _entered: _Entered = field(default_factory=lambda: _Entered())
 
     @classmethod
@@ -44,11 +45,11 @@ class TensorRanks(Peers):
 
     @property
     def link(self) -> str:
-        """Link that activations go through, for reports."""
+        """Name of the link that activations go through, for reports."""
         return self.tensors.link
 
     def gather(self, value: Any) -> list[Any]:
-        """See Peers.
+        """Returns the picklable values of all ranks, in rank order; see Peers.
 
         Raises:
             UsageError: A rank is within a pass; every rank raises it.
@@ -56,7 +57,7 @@ class TensorRanks(Peers):
         return self.gather_at("what ranks tell each other between passes (a step, a save)", value)
 
     def gather_at(self, place: str, value: Any) -> list[Any]:
-        """See gather; UsageError names the places of two ranks that are at different ones."""
+        """Gathers as gather does; UsageError names two ranks that are at different places."""
         return [given for _, given in self.hear(place, value)]
 
     def hear(
@@ -64,15 +65,15 @@ class TensorRanks(Peers):
     ) -> list[tuple[str, Any]]:
         """Returns the place and the picklable value of every rank, in rank order.
 
-        By the link that names a rank which has ended.
+        It uses the link that names a rank which has ended.
 
         Args:
-            place: Where this one is, for a message.
-            value: What it gives.
-            unless: Of two places, whether ranks may be at these together.
+            place: Place in the program where this rank is, for a message.
+            value: This rank's picklable value.
+            unless: Whether ranks may be at two different places together.
 
         Raises:
-            UsageError: Two are at different places; every rank raises it.
+            UsageError: Two ranks are at different places; every rank raises it.
         """
         given = self.tensors.gather_bytes(pickle.dumps((place, value)), f"is at {place}")
         everyone: list[tuple[str, Any]] = [pickle.loads(one) for one in given]
@@ -86,30 +87,36 @@ class TensorRanks(Peers):
         return everyone
 
     def leave(self) -> None:
-        """This rank cannot go on: whoever waits for it here raises Error, as later calls do.
+        """Leaves the group, since this rank cannot go on.
 
-        Where ranks share no memory they learn it when this process ends.
+        Ranks that wait for it raise Error, and so do later calls. Ranks that share no memory with
+        it learn of it when this process ends.
         """
         self.tensors.leave()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in rank order: the same bits on all. A new tensor."""
+        """Returns the sum over the ranks, in rank order: the same bits on all. A new tensor."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.tensors.all_reduce(total)
         return total
 
     def shard_range(self, length: int, rank: int | None = None) -> range:
-        """Returns this rank's elements of `length`, or another's, as tensor_split has it."""
+        """Returns the indices of a rank's shard of `length` elements, as tensor_split divides them.
+
+        Args:
+            length: Full number of elements.
+            rank: Rank that has the shard; None: this one.
+        """
         each, more = divmod(length, self.size)
         rank = self.rank if rank is None else rank
         return range(rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more))
 
     def local_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the last dimension."""
+        """Returns this rank's shard of the last dimension."""
         return tensor.tensor_split(self.size, dim=-1)[self.rank]
 
     def all_gather_columns(self, own: torch.Tensor, width: int) -> torch.Tensor:
-        """Every rank's part of the last dimension, `width` together, one behind the other."""
+        """Gathers the last dimension outside autograd; `width` is its full size."""
         widths = [len(self.shard_range(width, rank)) for rank in range(self.size)]
         padded = torch.nn.functional.pad(own.detach(), (0, widths[0] - own.shape[-1])).contiguous()
         parts = padded.new_empty((self.size, *padded.shape))
@@ -124,8 +131,8 @@ class TensorRanks(Peers):
         """Gathers all ranks' tensors, in rank order.
 
         Args:
-            own: On the CPU.
-            shapes: Of what each gives.
+            own: This rank's tensor, on the CPU.
+            shapes: Shape of each rank's tensor.
         """
         longest = max(map(math.prod, shapes))
         padded = own.new_zeros(longest)
@@ -140,8 +147,8 @@ class TensorRanks(Peers):
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the common input of a layer's shards: its gradient is all-reduced.
 
-        Layers that are given the same tensor one after the other (query, key and value) share one
-        sum.
+        Layers that take the same tensor one after the other (query, key and value) share one
+        all-reduce.
         """
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
@@ -154,28 +161,28 @@ class TensorRanks(Peers):
         return known
 
     def forget_entered(self) -> None:
-        """After a pass: no layer is given what entered last any more."""
+        """Forgets the tensor that entered last, after a pass."""
         self._entered.forget()
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of what the parts of a layer give."""
+        """Returns the sum of the outputs of a layer's shards."""
         return _apply(_Reduce, x, self)
 
     def gather_columns(self, x: torch.Tensor, width: int) -> torch.Tensor:
-        """All columns of what each rank has some of; `width` together."""
+        """Gathers all ranks' columns; `width` is their full number."""
         return _apply(_Gather, x, self, width)
 
     def scatter_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of what every rank has."""
+        """Returns this rank's columns of a tensor that every rank has."""
         return _apply(_ScatterColumns, x, self)
 
     def all_to_all(self, x: torch.Tensor, scattered: int, gathered: int) -> torch.Tensor:
-        """All of one dimension and a part of another, for a part of the one and all of the other.
+        """Scatters a full dimension and gathers a sharded one, in one all-to-all.
 
         Args:
-            x: Of the same shape on every rank.
-            scattered: The dimension of which each rank keeps its part.
-            gathered: The one of which each gets what the others have, in rank order.
+            x: Tensor of the same shape on every rank.
+            scattered: Dimension of which each rank keeps its shard.
+            gathered: Dimension whose shards each rank gathers, in rank order.
         """
         return _apply(_AllToAll, x, self, scattered, gathered)
 
@@ -187,33 +194,33 @@ class TensorRanks(Peers):
         return torch.cat(received.unbind(), gathered)
 
     def all_reduce_mean(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks; each rank's gradient is that of its own."""
+        """Returns the mean over the ranks; the gradient passes through unchanged on each rank."""
         return _apply(_Mean, x, self)
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """All of a dimension, of which each rank has a part.
+        """Gathers a dimension with which each rank computes something of its own.
 
-        What every rank makes of it is its own: a part's gradient is the sum of theirs.
+        So a shard's gradient is the sum of all ranks' gradients.
 
         Args:
-            x: Of the same shape on every rank.
-            dim: Whose parts come in rank order.
+            x: Tensor of the same shape on every rank.
+            dim: Dimension whose shards are gathered in rank order.
         """
         return all_gather(x, self, dim)
 
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """All of dimension 1, of which each rank has a part.
+        """Gathers dimension 1, with which all ranks compute the same.
 
-        What every rank makes of it is one thing: its gradient counts once in their mean.
+        A shard's gradient is multiplied by the number of ranks, so that it counts once in the
+        mean of the ranks' gradients.
         """
         return _apply(_GatherTokens, x, self)
 
 
 class _Entered:
-    """The tensor that entered last, until another does or the pass is over.
+    """The last input of TensorRanks.enter and its output, until another enters or the pass ends.
 
-    What became of it is held here: of a tensor with rows autograd keeps a view, not the one that
-    the first layer was given.
+    The output is held here, because autograd may keep only a view of it.
     """
 
     def __init__(self) -> None:
@@ -247,7 +254,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.ranks.forget_entered()  # of a block that runs again here
+        ctx.ranks.forget_entered()  # those of a block that is recomputed here
         return ctx.ranks.all_reduce(grad), None
 
 

@@ -1,4 +1,4 @@
-"""The loss over logits of which each rank has some columns.
+"""The loss over vocab-parallel logits, of which each rank has a shard of the columns.
 
 Source: Shoeybi et al. 2019 (Megatron-LM, section 3: the output embedding).
 """
@@ -22,21 +22,23 @@ _IGNORED = -100
 _ALL = slice(None)
 
 Deferred = Callable[[torch.Tensor], torch.Tensor | None]
+"""Makes logits without values from hidden states; gives None if they are to be computed."""
 InTiles = Callable[[torch.Tensor, torch.Tensor, "Columns"], torch.Tensor | None]
+"""Computes the sum of losses from (logits, targets, columns); gives None if logits have values."""
 
 
 class VocabularyLoss:
-    """transformers' loss of a causal language model, over each rank's part of the vocabulary."""
+    """transformers' loss of a causal language model, over each rank's shard of the vocabulary."""
 
     def __init__(self, model: nn.Module, ranks: TensorRanks) -> None:
-        """Finds out whether the model computes that loss; nothing is changed.
+        """Finds out whether the model computes that loss; changes nothing.
 
         Args:
-            model: Whose output embedding is divided.
-            ranks: Among which.
+            model: The model, whose output embedding is vocab-parallel.
+            ranks: Tensor-parallel ranks.
 
         Raises:
-            NotImplementedError: It computes another one.
+            NotImplementedError: The model computes another loss.
         """
         loss = getattr(model, "loss_function", None)
         name = getattr(loss, "__name__", type(loss).__name__)
@@ -50,29 +52,28 @@ class VocabularyLoss:
         self.gives_logits = False
         """Whether forwards with labels give logits of the full vocabulary, for a criterion."""
         self._full: Any = loss
-        """The model's own loss, of such logits."""
+        """The model's own loss, for logits of the full vocabulary."""
         self.local = False
-        """Whether the output embedding leaves its logits divided in the forward under way."""
+        """Whether the output embedding leaves its logits sharded in the forward under way."""
         self.width = 0
         """Full width of the vocabulary; TensorParallel sets it."""
         self.deferred: Deferred | None = None
-        """Makes logits without values of what the output embedding is given, where that pays."""
+        """Makes logits without values from the input of the output embedding; None: not used."""
         self._in_tiles: InTiles | None = None
 
     def start(self) -> None:
-        """Divides the loss of the forwards that are given labels from now on."""
+        """Replaces the model's loss: forwards with labels compute it from sharded logits."""
         model: Any = self._model()
         model.loss_function = self._of_parts
         model.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True)
         model.register_forward_hook(ModuleHook(self._end), always_call=True)
 
     def leave_logits(self, deferred: Deferred, in_tiles: InTiles) -> None:
-        """From now on logits of this rank's columns are left to the loss.
+        """Defers the logits of this rank's columns: the loss computes them in tiles.
 
         Args:
-            deferred: Makes them; None: they are to be computed.
-            in_tiles: The loss of (logits, targets, what is its own of it); None: logits have
-                values.
+            deferred: Makes logits without values; gives None if they are to be computed.
+            in_tiles: Computes the loss in tiles; gives None if the logits have values.
         """
         self.deferred, self._in_tiles = deferred, in_tiles
 
@@ -83,7 +84,7 @@ class VocabularyLoss:
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         local, self.local = self.local, False
         if local and hasattr(output, "logits"):
-            output.logits = None  # of a part of the vocabulary
+            output.logits = None  # of a shard of the vocabulary
         return output
 
     def _of_parts(
@@ -99,7 +100,8 @@ class VocabularyLoss:
         """Computes the loss as transformers' ForCausalLMLoss does (transformers.loss.loss_utils).
 
         Raises:
-            IndexError: A label is of another vocabulary.
+            IndexError: A label is outside the vocabulary.
+            UsageError: The loss was called outside of a forward that was given labels.
         """
         if self.gives_logits:
             full: torch.Tensor = self._full(
@@ -112,7 +114,7 @@ class VocabularyLoss:
                 **others,
             )
             return full
-        if not self.local:  # somebody else's call, over logits of their own
+        if not self.local:  # a call by the user, with other logits
             raise UsageError(
                 "parallel_output=True computes the loss of forwards that are given labels; compute "
                 "another one of the logits, which a forward without labels gives"
@@ -134,11 +136,10 @@ class VocabularyLoss:
 
 
 class Columns:
-    """Cross-entropy in float32 of rows of logits, of which this rank has some columns.
+    """Cross-entropy in float32 of rows of logits, of which this rank has a shard of the columns.
 
-    The sum of the rows that have a target: each rank finds the largest logit and the sum of
-    exponentials of its columns, and one exchange makes those of all columns. Rows may come some at
-    a time.
+    The loss is summed over the rows that have a target. Each rank finds the largest logit and the
+    sum of exponentials of its columns, and one all-gather combines them. Rows may come in tiles.
     """
 
     def __init__(
@@ -147,10 +148,10 @@ class Columns:
         """Begins one loss.
 
         Args:
-            target: (rows,), columns among all, or `ignored`.
-            ranks: That have the columns.
-            vocabulary: How many there are.
-            ignored: The target of a row that does not count.
+            target: Target columns in the full vocabulary, or `ignored`; (rows,).
+            ranks: Tensor-parallel ranks, which have the columns.
+            vocabulary: Size of the full vocabulary.
+            ignored: Target of a row that does not count.
         """
         own = ranks.shard_range(vocabulary)
         self._ranks = ranks
@@ -160,24 +161,25 @@ class Columns:
         self._log_sum: torch.Tensor | None = None
 
     def seen(self, logits: torch.Tensor, rows: slice = _ALL) -> torch.Tensor:
-        """Returns each row's largest logit, the sum of exponentials above it, and the target's.
+        """Returns this rank's largest logit, sum of exponentials and target logit of each row.
 
         Args:
-            logits: (rows, own columns).
-            rows: Which these are.
+            logits: Logits (rows, own columns).
+            rows: Indices of these rows among all.
 
         Returns:
-            (3, rows), float32.
+            float32 (3, rows). The exponentials are relative to the largest logit. The target logit
+            is 0 if another rank has it.
         """
         values = logits.detach().float()
-        # Where all are -inf, the difference to the largest is none.
+        # Where all are -inf, the difference to the largest would be NaN.
         largest = values.max(dim=-1).values.clamp_(min=torch.finfo(torch.float32).min)
         chosen = values.gather(1, self._column[rows, None])[:, 0]
         chosen = chosen.masked_fill(~self._here[rows], 0.0)
         return torch.stack([largest, (values - largest[:, None]).exp_().sum(dim=-1), chosen])
 
     def total(self, seen: torch.Tensor) -> torch.Tensor:
-        """The sum of the losses, of what `seen` gave of all rows. Collective."""
+        """Returns the sum of the losses, from the result of `seen` for all rows. Collective."""
         everyone = torch.stack(
             self._ranks.all_gather_shards(seen, [tuple(seen.shape)] * self._ranks.size)
         )
@@ -192,12 +194,12 @@ class Columns:
         rows: slice | torch.Tensor = _ALL,
         grad: torch.Tensor | float = 1.0,
     ) -> torch.Tensor:
-        """Returns the gradient of logits; after `total`.
+        """Returns the gradient of logits, after `total`.
 
         Args:
-            logits: (rows, own columns).
-            rows: Which these are.
-            grad: Of the rows' losses.
+            logits: Logits (rows, own columns).
+            rows: Indices of these rows among all.
+            grad: Gradient of the rows' losses.
         """
         assert self._log_sum is not None
         result = (logits.detach().float() - self._log_sum[rows, None]).exp_()

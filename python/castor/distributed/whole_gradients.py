@@ -1,4 +1,4 @@
-"""Gradients of what every rank has whole of divided layers: each rank computes the same."""
+"""Check that tensor-parallel ranks compute equal gradients of full parameters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 from castor.errors import UsageError
 
 _ALIKE = 1e-2
-"""Relative difference that squares of one gradient may have which two ranks computed."""
+"""Largest relative difference between two ranks' sums of squares of one gradient."""
 _ROUNDING = 1e-10
-"""Squares that may be of rounding alone, relative to those of all gradients."""
+"""Sum of squares that may come from rounding alone, relative to that of all gradients."""
 
 
 def check_whole_gradients(
@@ -22,16 +22,19 @@ def check_whole_gradients(
     squares: Sequence[Sequence[float]],
     total: float,
 ) -> None:
-    """In a step: no plan has left out a parameter that ranks compute with parts of heads.
+    """Checks, in a step, that ranks have equal gradients of the parameters that all have in full.
+
+    A gradient differs if the plan leaves out a parameter that acts on shards of heads or hidden
+    units.
 
     Args:
-        model: Of which ranks divide layers.
-        params: That every rank has whole.
-        squares: Of each rank, the sum of squares of each one's gradient.
-        total: Of all gradients of the model.
+        model: The tensor-parallel model.
+        params: Parameters that every rank has in full.
+        squares: For each rank, the sum of squares of the gradient of each of `params`.
+        total: Sum of squares of all gradients of the model.
 
     Raises:
-        UsageError: One has; every rank raises it.
+        UsageError: A gradient differs between ranks; every rank raises it.
     """
     for rank, theirs in enumerate(squares):
         for param, one, other in zip(params, squares[0], theirs, strict=True):

@@ -1,7 +1,8 @@
 """Predicts whether a model trains on a machine, how fast, and what would bound it.
 
-Nothing is allocated but shapes: the model of a Hugging Face config runs one step on torch's meta
-device, castor's planner plans it, and the simulator runs the plan on the machine's figures.
+The model of a Hugging Face config runs one step on torch's meta device, where tensors have shapes
+and no memory. castor's planner plans the step, and the simulator runs the plan on the machine's
+figures.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ def estimate(config: str | Path, on: Machine, workload: Workload | None = None) 
     """Estimates one training step.
 
     Args:
-        config: A config.json of a Hugging Face model.
+        config: Path of a Hugging Face model's config.json.
         on: The machine, from `machine`.
-        workload: Batch, sequence, precision and the rest. Default: `Workload()`.
+        workload: Batch, sequence length, precision and other options. Default: `Workload()`.
 
     Returns:
-        What the step takes, and the largest batch that fits.
+        The memory and time of the step, and the largest batch that fits.
 
     Raises:
         OSError: The config cannot be read.
-        ValueError: The config is no model that transformers can build and that runs on the meta
-            device.
+        ValueError: transformers cannot build the model, or it cannot run on the meta device.
         ModuleNotFoundError: transformers is not installed.
     """
     return Estimator(Path(config), workload or Workload()).estimate(on)

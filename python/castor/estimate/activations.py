@@ -1,4 +1,4 @@
-"""The treatment of activations in an estimate: recomputed blocks, logits in tiles."""
+"""Predicts activations in an estimate: recomputed blocks, and logits in tiles."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FLOAT32 = 4
 
 
 class RecomputedBlocks:
-    """Has every block of a model run again in backward, and keeps what a recorded step shows."""
+    """Recomputes every block of a model in backward, and profiles the passes of a recorded step."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Turns the blocks' switches on.
+        """Turns the blocks' gradient checkpointing on.
 
         Raises:
             ValueError: The model has no layers that transformers can checkpoint.
@@ -43,7 +43,7 @@ class RecomputedBlocks:
         self.tiled = tile_mlps(
             blocks, self.tiles, lambda m, _, forward: setattr(m, "forward", forward)
         )
-        """Modules that run in as many pieces as `tiles` says."""
+        """MLPs that run in as many pieces as `tiles` says."""
         self._profile: BlockProfile | None = None
         self._blocks = list(blocks.values())
         for i, (name, block) in enumerate(blocks.items()):
@@ -54,18 +54,18 @@ class RecomputedBlocks:
         self.switch(on=True)
 
     def switch(self, *, on: bool) -> None:
-        """Whether steps are recorded so from now on, or as if this was not there."""
+        """Turns recomputation on or off for the steps that are recorded from now on."""
         self.on = on
-        """Whether blocks run again."""
+        """Whether blocks are recomputed."""
         for block in self._blocks:
             block.gradient_checkpointing = on  # type: ignore[assignment]
 
     def begin(self, now: Now) -> None:
-        """A step is about to be recorded."""
+        """Begins a profile of the step that is about to be recorded."""
         self._profile = BlockProfile(now)
 
     def take(self) -> list[BlockRun]:
-        """The passes through blocks of the step that was."""
+        """Returns the passes through blocks of the last step."""
         assert self._profile is not None
         return self._profile.take()
 
@@ -79,7 +79,7 @@ class RecomputedBlocks:
 
     @property
     def may_run_again(self) -> bool:
-        """Whether a block may run again: none has to."""
+        """Whether a kept block may be recomputed after all, as in Decisions; here all are."""
         return True
 
     def offloading(self) -> AbstractContextManager[None]:
@@ -96,7 +96,7 @@ class RecomputedBlocks:
 
 
 class Logits:
-    """A model's output embedding, whose logits castor computes in tiles where that pays."""
+    """Output embedding of a model, whose logits castor computes in tiles where that pays."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
         self._head = output_embedding(model, "auto")
@@ -105,21 +105,26 @@ class Logits:
 
     @property
     def found(self) -> bool:
-        """Whether there are any."""
+        """Whether the model has an output embedding."""
         return self._head is not None and self._position >= 0
 
     def rows_per_tile(self, rows: int, device_bytes: int, tile_logits: TileLogits = "auto") -> int:
-        """Decides as GeminiPlugin(tile_logits=...) does; 0: all at once."""
+        """Returns the rows of a tile, as GeminiPlugin(tile_logits=...) decides; 0: all rows."""
         if self._head is None or self._position < 0 or tile_logits is False:
             return 0
         return rows_per_tile(rows, self._head, tile_logits, device_bytes)
 
     def tiled(self, moments: list[Moment], rows: int, rows_of_a_tile: int) -> list[Moment]:
-        """The moments of a step as they are in tiles.
+        """Returns the events of a step whose logits are computed in tiles.
 
-        What stands above the hidden states from the head's forward to the end of its backward is
-        in proportion to the rows, but for the gradients of hidden states and head. The head's
-        product runs once more.
+        From the head's forward to the end of its backward, the bytes beside the hidden states are
+        proportional to the rows of a tile. The gradients of hidden states and head are added in
+        full. The head's product runs once more.
+
+        Args:
+            moments: Events of the step with all logits at once.
+            rows: Rows of the logits.
+            rows_of_a_tile: Rows of a tile.
         """
         head = self._head
         assert head is not None
@@ -130,7 +135,7 @@ class Logits:
             return moments
         element = head.weight.element_size()
         gradients = rows * head.in_features * element
-        if head.weight.requires_grad:  # a sum in fp32, and what it is rounded to
+        if head.weight.requires_grad:  # a sum in fp32, and the gradient that it is rounded to
             rounded = element if element < _FLOAT32 else 0
             gradients += (_FLOAT32 + rounded) * head.weight.numel()
         base, result = moments[begin].live_bytes, list(moments)

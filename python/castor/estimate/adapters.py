@@ -1,4 +1,4 @@
-"""Adapters on a model without values: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023)."""
+"""Adds adapters to a meta model: LoRA (Hu et al. 2021) and QLoRA (Dettmers et al. 2023)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch.nn import functional
 from castor.estimate.model import without_values
 
 _BYTES_OF_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a weight: half a byte, and for each 64 weights an 8-bit scale, which has a 32-bit scale
-for each 256 of its kind (Dettmers et al. 2023, section 3)."""
+"""Bytes of a weight: half a byte, an 8-bit scale for 64 weights, and a 32-bit scale for 256 such
+scales (Dettmers et al. 2023, section 3)."""
 
 
 def add_adapters(model: nn.Module, rank: int, *, four_bit_base: bool) -> None:
-    """Freezes a model and gives all its linear layers but the output embedding adapters to train.
+    """Freezes a model and adds trainable adapters to all linear layers but the output embedding.
 
     Args:
-        model: On the meta device.
-        rank: Of the adapters.
+        model: The model, on the meta device.
+        rank: Rank of the adapters.
         four_bit_base: Whether the weights under the adapters have 4 bits.
 
     Raises:
-        ModuleNotFoundError: There is no peft.
+        ModuleNotFoundError: peft is not installed.
         ValueError: peft finds no layer for adapters.
     """
     try:
@@ -41,7 +41,7 @@ def add_adapters(model: nn.Module, rank: int, *, four_bit_base: bool) -> None:
         ) from error
     config = peft.LoraConfig(r=rank, target_modules="all-linear")
     with torch.device("meta"), without_values(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft's, of what it finds out about layers by itself
+        warnings.simplefilter("ignore")  # peft's warnings about layers, which need no action
         peft.inject_adapter_in_model(config, model)
     if four_bit_base:
         for module in list(model.modules()):
@@ -53,11 +53,11 @@ def add_adapters(model: nn.Module, rank: int, *, four_bit_base: bool) -> None:
 
 
 def _pack(layer: Any, shape: torch.Size) -> None:
-    """Keeps a layer's weight in 4 bits; each product makes the full one for itself.
+    """Replaces a layer's weight by one in 4 bits, which each product unpacks for itself.
 
     Args:
         layer: A linear layer.
-        shape: Of its weight, (out, in).
+        shape: Shape of the unpacked weight, (out, in).
     """
     dtype = layer.weight.dtype
     count = math.ceil(layer.weight.numel() * _BYTES_OF_4_BITS / dtype.itemsize)
@@ -72,7 +72,7 @@ def _product(layer: Any, shape: torch.Size, x: torch.Tensor) -> torch.Tensor:
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """Multiplies with a weight that is there in full during the product alone."""
+    """Multiplies with a weight that is unpacked during the product only."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Derives the events of a row of alike blocks from those of four recorded ones.
+"""Derives the events of a stage of alike blocks from those of four recorded blocks.
 
-Of a stage's blocks the first three and the last run. Those in between do what the third does,
-beside what as many more blocks keep: as the third does what the second does, which is looked at.
-Gradients are followed parameter by parameter, since chunks, which tell of them in training, may
-hold parameters of two blocks.
+The first three blocks of a stage and the last one run. Each block in between repeats the events of
+the third one, with the kept bytes of the blocks before it added. It is checked that the third block
+does what the second one does. Gradients are recorded parameter by parameter, and gathered into
+chunks afterwards, since a chunk may hold parameters of two blocks.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from castor.estimate.simulator import lay_out
 from castor.runtime.spec import ModelSpec
 
 _FEWEST = 5
-"""Blocks of which one need not run."""
+"""Number of blocks from which on one need not run."""
 _SECOND, _THIRD = 1, 2
 _SMALLEST_CHUNK = 64
-"""Bytes (kParamAlignment in csrc/core/chunk_layout.h): no two parameters fit in it."""
+"""Bytes of a chunk that holds one parameter only (kParamAlignment in csrc/core/chunk_layout.h)."""
 
 
 class NotAlike(Exception):  # noqa: N818 - an answer: all of them have to run
-    """Blocks do not run one after the other, each as the one before."""
+    """Raised if blocks do not all run alike, one after the other: all of them have to run."""
 
 
 def alike(block: nn.Module, later: nn.Module, distance: int) -> bool:
-    """Whether two blocks compute the same, but for values of parameters, as far as can be seen.
+    """Whether two blocks compute the same but for parameter values, judged by their attributes.
 
     Args:
-        block: One.
-        later: Another.
-        distance: How many blocks it is further on: numbers that blocks have of themselves may
-            differ by so many.
+        block: A block.
+        later: Another block.
+        distance: Number of blocks from the one to the other. Integer attributes, such as a layer's
+            index, may differ by it.
     """
     mine, theirs = list(block.named_modules()), list(later.named_modules())
     return len(mine) == len(theirs) and all(
@@ -80,25 +80,25 @@ def _same(mine: Any, theirs: Any, distance: int) -> bool:
 
 
 class AlikeBlocks:
-    """The blocks of a stage, of which those between its ends are alike."""
+    """Blocks of a stage, whose inner blocks are alike."""
 
     def __init__(
         self, places: Sequence[Place], spec: ModelSpec, precision: Precision, chunks: Sequence[int]
     ) -> None:
-        """Runs nothing.
+        """Takes the blocks; nothing runs yet.
 
         Args:
-            places: Of the stage's blocks, in order.
-            spec: What castor sees of the model, all of these in their places.
-            precision: Of parameters.
-            chunks: The chunk of each parameter where it trains.
+            places: Places of the stage's blocks, in order.
+            spec: The model's structure as castor sees it, with all blocks in their places.
+            precision: Precision of parameters.
+            chunks: The chunk of each parameter in training.
 
         Raises:
-            NotAlike: Blocks have some of their modules or parameters in common.
+            NotAlike: Blocks share modules or parameters.
         """
-        # States are not looked at: these have the smallest chunks.
+        # The optimizer states are not read: this format and rule allow the smallest chunks.
         self.each = lay_out(spec, precision, "fp32", "adam", chunk_bytes=_SMALLEST_CHUNK)
-        """In which the model is laid out, a chunk for each parameter."""
+        """Simulator with a chunk for each parameter."""
         self._skipped = places[_THIRD + 1 : -1]
         self._param_of = {chunk: param for param, chunk in enumerate(self.each.chunks)}
         assert len(self._param_of) == len(spec.params)
@@ -118,16 +118,16 @@ class AlikeBlocks:
 
     @staticmethod
     def of_stage(places: Sequence[Place], stage: int) -> list[Place]:
-        """The places of its blocks where some need not run; else none."""
+        """Returns the places of a stage's blocks; empty if all of them have to run."""
         blocks = [p for p in places if p.stage == stage and type(p.other) is PlaceholderBlock]
-        pairs = pairwise(blocks[_SECOND:-1])  # the ends may have ranks meet there
+        pairs = pairwise(blocks[_SECOND:-1])  # the end blocks may have collectives of their own
         if len(blocks) >= _FEWEST and all(alike(a.module, b.module, 1) for a, b in pairs):
             return blocks
         return []
 
     @contextmanager
     def shortened(self) -> Iterator[None]:
-        """In it those in between give what they are given."""
+        """Replaces the blocks that need not run by placeholders, which return their input."""
         for place in self._skipped:
             place.put(place.other)
         try:
@@ -142,16 +142,17 @@ class AlikeBlocks:
         """Returns the events of all blocks.
 
         Args:
-            moments: What was recorded.
-            forward: How many of these forward has ...
-            backward: ... and with what comes before gradients of weights that come later.
+            moments: The recorded events.
+            forward: Number of recorded events of the forward.
+            backward: Number of recorded events up to the end of the backward, without a deferred
+                backward of weights.
 
         Returns:
-            The moments, the same two numbers of these, and bytes that there were then beside those
-            recorded.
+            The events, the same two numbers for them, and the bytes to add to those recorded at
+            the end of forward and of backward.
 
         Raises:
-            NotAlike: The third does not do what the second does.
+            NotAlike: The third block does not do what the second one does.
         """
         told = _Told(self._chunks)
         ends: list[int] = []
@@ -162,8 +163,8 @@ class AlikeBlocks:
             third = self._third(part)
             extra = len(self._skipped) * (third.of_each if third else 0)
             if begin == backward > forward and part:
-                # The gradients of inputs leave what is not needed until they are all there: what
-                # is needed goes with each block.
+                # Bytes that only the gradients of inputs needed go when all of these are there.
+                # The others go block by block, in the backward of weights.
                 left = beside[-1] = -extra
             self._tell_part(part, third, left, told)
             left += extra
@@ -202,7 +203,7 @@ class AlikeBlocks:
         return _Third(begin=third.start, end=third.stop, of_each=of_each, order=order)
 
     def _same(self, second: Sequence[Moment], third: Sequence[Moment], beside: int) -> bool:
-        """Whether two blocks do the same, one of them beside so many bytes more."""
+        """Whether two blocks have the same events, the third with `beside` more bytes alive."""
         described = (
             [
                 (one.kind, self._in(block, one), one.nonmodel_bytes - bytes_, one.work, one.sent)
@@ -230,16 +231,16 @@ class AlikeBlocks:
         return self._block_of.get((moment.kind == GRAD_READY, self._at(moment)))
 
     def _at(self, moment: Moment) -> int:
-        """The position of the module or the parameter that it is of."""
+        """Returns the position of the module or the parameter of an event."""
         return self._param_of[moment.position] if moment.kind == GRAD_READY else moment.position
 
     def _in(self, block: int, moment: Moment) -> int | None:
-        """Returns the number within a block's own; None: it is another block's."""
+        """Returns an event's number among a block's own; None: it is another block's event."""
         row = (self._params if moment.kind == GRAD_READY else self._modules)[block]
         return row.index(self._at(moment)) if self._at(moment) in row else None
 
     def _tell(self, moment: Moment, block: int | None, beside: int, told: _Told) -> None:
-        """Tells of an event as recorded, or as that of another block than the third."""
+        """Adds a recorded event; with `block`, an event of the third block as one of that block."""
         is_param = moment.kind == GRAD_READY
         at = self._at(moment)
         if block is not None:
@@ -255,20 +256,20 @@ class AlikeBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class _Third:
-    """The third block's events in a part of a pass."""
+    """Events of the third block in a part of a pass."""
 
     begin: int
-    """Begin of its events."""
+    """Number of its first event."""
     end: int
-    """Likewise."""
+    """Number behind its last event."""
     of_each: int
-    """Bytes that are there after it and were not before; less than 0: that have gone."""
+    """Bytes that a block adds; below 0: that it frees."""
     order: list[int]
-    """In which it, and those that do what it does, run."""
+    """Blocks that have the third one's events, in the order in which they run."""
 
 
 class _Told:
-    """Moments as training has them: of gradients those with which a chunk has all of its own."""
+    """Events as in training: a gradient event for each chunk whose gradients are complete."""
 
     def __init__(self, chunks: Sequence[int]) -> None:
         self.moments: list[Moment] = []
@@ -279,7 +280,7 @@ class _Told:
         self._missing = {chunk: set(params) for chunk, params in self._params.items()}
 
     def gradient(self, moment: Moment) -> None:
-        """Counts a parameter's gradient that has come at the begin of an event."""
+        """Adds the event of a parameter's gradient; merges it unless it completes the chunk."""
         chunk = self._chunks[moment.position]
         missing = self._missing[chunk]
         missing.discard(moment.position)

@@ -1,6 +1,7 @@
-"""Simulated experts: which tokens choose which is a value, and the meta device has none.
+"""Simulates experts on the meta device, as if all were chosen equally often.
 
-So all are taken to be chosen alike: of the tokens' choices each expert gets as many.
+Which token chooses which expert depends on values, and meta tensors have none. So each expert is
+given the same share of the tokens' choices.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from castor.distributed.tensor_ranks import TensorRanks
 
 
 def count_experts(model: nn.Module) -> dict[str, int]:
-    """Counts the experts of each module that HybridParallelPlugin(ep_size=...) divides, by name."""
+    """Counts the experts of each module that HybridParallelPlugin(ep_size=...) shards, by name."""
     return {
         name: count
         for name, module in model.named_modules()
@@ -29,11 +30,11 @@ def count_experts(model: nn.Module) -> dict[str, int]:
 
 
 def balance_experts(model: nn.Module, counts: Mapping[str, int]) -> None:
-    """Has a rank's experts compute as many choices as they are of all experts.
+    """Has a rank's experts compute their even share of all choices.
 
     Args:
-        model: On the meta device, its experts divided.
-        counts: From count_experts, before.
+        model: The model on the meta device, with sharded experts.
+        counts: Numbers of experts before sharding, from count_experts.
     """
     for name, count in counts.items():
         part: Any = model.get_submodule(name).forward
@@ -57,12 +58,12 @@ def _balanced(
     """Computes as own_experts does, with the first choices of the first tokens.
 
     Args:
-        count: Experts of all ranks.
-        m: The rank's.
-        ranks: Those with the others.
+        count: Number of experts on all ranks.
+        m: The module of this rank's experts.
+        ranks: The expert-parallel ranks.
         x: Hidden states, (tokens, width).
-        chosen: Numbers of experts, (tokens, choices).
-        weights: Of each choice, (tokens, choices).
+        chosen: Numbers of the chosen experts, (tokens, choices).
+        weights: Weight of each choice, (tokens, choices).
     """
     x, weights = ranks.enter(x), ranks.enter(weights)
     return ranks.reduce(_of_own(m, x, weights, -(-chosen.numel() * m.num_experts // count)))
@@ -77,16 +78,16 @@ def _exchanged(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes as exchanged_experts does, with as many rows to each rank as choose its experts.
+    """Computes as exchanged_experts does, with the expected number of rows sent to each rank.
 
     Args:
-        name: Of the module.
-        m: The rank's.
-        ranks: Those with the others.
-        given: As exchanged_experts has it.
+        name: Name of the module.
+        m: The module of this rank's experts.
+        ranks: The expert-parallel ranks.
+        given: The argument of exchanged_experts; its last item is the number of all experts.
         x: Hidden states, (tokens, width).
-        chosen: Numbers of experts, (tokens, choices).
-        weights: Of each choice, (tokens, choices).
+        chosen: Numbers of the chosen experts, (tokens, choices).
+        weights: Weight of each choice, (tokens, choices).
     """
     *_, count = given
     elsewhere = math.comb(count - m.num_experts, chosen.shape[1]) / math.comb(
@@ -101,7 +102,7 @@ def _exchanged(
 
 
 def _of_own(m: Any, x: torch.Tensor, weights: torch.Tensor, choices: int) -> torch.Tensor:
-    """So many choices of the first rows, as many of each of the rank's experts."""
+    """Computes `choices` choices of the first rows, divided evenly over this rank's experts."""
     of_choice = torch.arange(max(1, choices), device=x.device)
     tokens, which = (of_choice // weights.shape[1]) % len(x), of_choice % weights.shape[1]
     forward = type(m).forward.__get__(m)

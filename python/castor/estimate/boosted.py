@@ -1,4 +1,4 @@
-"""Finds the least memory of a boosted model's step, on a copy without values."""
+"""Finds the least memory of a boosted model's step, on a copy on the meta device."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _HOOKS = (
     "_backward_hooks",
 )
 _MARGIN = 1.05
-"""Factor by which promised memory is above the simulated one."""
+"""Safety factor on the simulated memory."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """The memory of a step in which every block is recomputed."""
+    """Memory of a step in which every block is recomputed."""
 
     total_bytes: int
-    """Device bytes, at least."""
+    """Least device bytes of the step."""
     module: str
-    """Module that needs them."""
+    """Name of the module that needs them."""
     nonmodel_bytes: int
-    """Activations and temporaries, at most."""
+    """Peak bytes of activations and temporaries."""
 
 
 class SimulatedSteps:
     """Steps of one boosted model on the meta device, all blocks recomputed; see activations.tight.
 
-    A model that cannot run without values, and one that takes no tokens, has none.
+    For a model that cannot run on the meta device, or takes no tokens, nothing is known.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class SimulatedSteps:
         tile_logits: TileLogits,
         device: str,
     ) -> None:
-        """Takes a model, which is traced at the first question.
+        """Takes a model, which is recorded at the first question.
 
         Args:
-            model: Boosted.
-            simulator: Laid out as its session is.
-            options: What Simulator.run is told.
-            gather_embeddings: The plugin's.
-            tile_logits: The plugin's.
-            device: The type of that where it computes.
+            model: The boosted model; only a weak reference is held.
+            simulator: Simulator with the chunks of the model's session.
+            options: Options of Simulator.run.
+            gather_embeddings: The plugin's gather_embeddings.
+            tile_logits: The plugin's tile_logits.
+            device: Type of the device that the model runs on.
         """
         self._original = weakref.ref(model)
         self._simulator = simulator
@@ -82,7 +82,7 @@ class SimulatedSteps:
         self._steps: dict[tuple[Shape, int, bool], Step] = {}
 
     def fitting(self, shape: Shape) -> Pieces | None:
-        """The fewest pieces of logits, then of MLPs, in which a step fits the budget."""
+        """Returns the fewest pieces of logits, then of MLPs, with which a step fits; else None."""
         with _undisturbed():
             try:
                 for pieces in self._ladder(shape):
@@ -92,7 +92,7 @@ class SimulatedSteps:
                     if need * (_MARGIN if pieces != Pieces() else 1.0) <= self._budget:
                         return pieces
                 return pieces if need <= self._budget else None
-            except Exception:  # whatever a model may do where tensors have no values
+            except Exception:  # a model may raise anything on the meta device
                 return None
 
     def _fits_without_output(self, shape: Shape) -> bool:
@@ -105,7 +105,7 @@ class SimulatedSteps:
         with _undisturbed():
             try:
                 return self._advice(shape)
-            except Exception:  # as above: the error that is being told of has its own numbers
+            except Exception:  # as above; the error that is being explained has its own numbers
                 return ""
 
     @property
@@ -141,8 +141,8 @@ class SimulatedSteps:
         return f"{said}Raise device_memory to that or more{smaller}"
 
     def _largest(self, shape: Callable[[int], Shape], start: int, least: int) -> int:
-        """The largest number below `start` that fits, to a part in _GRAINS; 0: none does."""
-        unit = max(1, start // _GRAINS)  # each that is tried is a step to record
+        """Returns the largest number up to `start` that fits, in steps of 1/_GRAINS; 0: none."""
+        unit = max(1, start // _GRAINS)  # each number that is tried costs a recorded step
         fixed = self._least(shape(least))
         found = largest(
             lambda number: self._promised(shape(number * unit)),
@@ -167,7 +167,7 @@ class SimulatedSteps:
         return bool(self._model.blocks.tiled) or self._tile_logits == "auto"
 
     def _ladder(self, shape: Shape) -> list[Pieces]:
-        """From none to the most, each of less memory than the one before it."""
+        """Returns the choices of pieces, from none to the most, by falling memory."""
         rows = shape[0] * shape[1]
         cuts = [2**i for i in range(1, MOST_TILES.bit_length()) if 2**i <= rows]
         found = [Pieces()]
@@ -185,7 +185,7 @@ class SimulatedSteps:
         return math.ceil(_MARGIN * self._least(shape).total_bytes)
 
     def _need(self, shape: Shape, pieces: Pieces, *, keeps_output: bool = True) -> Need:
-        # A loop may have the outputs until backward is over; logits in pieces have no values there.
+        # A training loop may hold the outputs until backward is over; tiled logits have no values.
         may_cut = self._tile_logits == "auto" and self._model.logits.found
         keeps_output &= may_cut and not pieces.logit_rows
         step, model = self._step(shape, pieces.tiles, keeps_output=keeps_output), self._model
@@ -196,8 +196,8 @@ class SimulatedSteps:
         moments = model.logits.tiled(step.moments, rows, tile) if 0 < tile < rows else step.moments
         events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in moments]
         found = self._simulator.run(events, [0.0] * len(events), self._options)
-        # Random states of each block and of its pieces, and the copy of an output that a first step
-        # compares.
+        # Random states of each block and of its pieces, and the copy of an output that the first
+        # step compares.
         pieces_of_a_block = pieces.tiles if pieces.tiles > 1 else 0
         more = model.blocks.num_blocks * (1 + pieces_of_a_block) * torch.get_rng_state().nbytes
         more += max((run.input_bytes for run in step.runs), default=0)
@@ -222,10 +222,10 @@ class SimulatedSteps:
 
 
 class _Copy:
-    """A boosted model without castor and without values.
+    """Copy of a boosted model on the meta device, without castor.
 
-    Each module has its class's forward: one that somebody has put in its place (accelerate's casts,
-    TRL's heads) may hold the original, whose hooks would see a step that nobody runs.
+    Each module has its class's forward. A forward that a library has put in its place (accelerate's
+    casts, TRL's heads) may hold the original model, whose hooks would then see the simulated step.
     """
 
     def __init__(self, boosted: nn.Module, *, gather_embeddings: bool) -> None:
@@ -235,7 +235,7 @@ class _Copy:
         self.model = copy.deepcopy(boosted, memo)
         for module in self.model.modules():
             module.__dict__.pop("forward", None)
-            for registry in _HOOKS:  # others' would see what nobody runs
+            for registry in _HOOKS:  # the hooks of others must not see simulated steps
                 getattr(module, registry).clear()
         if hasattr(getattr(self.model, "config", None), "use_cache"):
             self.model.config.use_cache = False  # type: ignore[union-attr]
@@ -249,14 +249,14 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _size(num_bytes: int) -> str:
-    """Rounded up: a budget of that much holds so many."""
+    """Formats bytes, rounded up so that a budget of the text's size holds them."""
     unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
     return f"{math.ceil(100 * num_bytes / unit) / 100:.2f} {name}"
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """In it a step may be recorded, whatever the caller is about; his random numbers stay."""
+    """Lets a step be recorded under any modes of the caller; random states stay as they are."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.enable_grad(),

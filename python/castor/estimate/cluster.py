@@ -1,4 +1,4 @@
-"""Machines with several ranks each, and what joins these."""
+"""Clusters: nodes with several ranks each, and the links between ranks."""
 
 from __future__ import annotations
 
@@ -22,41 +22,46 @@ _OF_A_NODE = (
 )
 _MICROSECOND = 1e-6
 Transport = Literal["host", "nccl"]
-"""Way of what GPUs exchange: through host memory, as castor's ranks do today, or between GPUs."""
+"""Path of GPUs' collectives: through host memory, as castor's ranks do today, or between GPUs."""
 TRANSPORTS: dict[Transport, str] = {
     "host": "Ranks exchange through host memory.",
     "nccl": "Ranks exchange by NCCL, which castor does not have yet: this has not run.",
 }
-"""Remark of a prediction on each."""
+"""Remark on predictions for each transport."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Between ranks."""
+    """Link between ranks."""
 
     bytes_per_second: float
     """Bytes per second that a rank sends while it receives as many."""
     latency: float = 0.0
-    """Seconds until the first byte is there."""
+    """Seconds until the first byte arrives."""
     d2h: float = math.inf
-    """Bytes per second of the copy from a GPU to the host before it; inf: there is none."""
+    """Bytes per second of the copy from a GPU to the host before sending; inf: there is none."""
     h2d: float = math.inf
-    """Bytes per second of the copy from the host to a GPU behind it; inf: there is none."""
+    """Bytes per second of the copy from the host to a GPU after receiving; inf: there is none."""
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds of one message from rank to rank."""
+        """Returns the seconds of one message from rank to rank."""
         return self.seconds_on_host(num_bytes) + self._copies(num_bytes, num_bytes)
 
     def seconds_on_host(self, num_bytes: float) -> float:
-        """Seconds of one message of what is in host memory, and stays there."""
+        """Returns the seconds of one message between host memories, without copies to GPUs."""
         return self.latency + num_bytes / self.bytes_per_second
 
     def collective(self, operation: str, num_bytes: float, ranks: int) -> float:
-        """Seconds of a collective operation in which each rank gives `num_bytes`.
+        """Returns the seconds of a collective to which each rank contributes `num_bytes`.
 
-        Chan et al. 2007, section 4: each part goes once over each rank's link, twice for a sum.
-        What is passed on goes to one neighbour alone. Where it goes through host memory, a rank
-        copies what it gives there, and what it gets from there.
+        Chan et al. 2007, section 4: each shard crosses each rank's link once, in an all-reduce
+        twice. A ring shift goes to one neighbour only. If the link goes through host memory, a rank
+        also copies its input there and its output back.
+
+        Args:
+            operation: "all_reduce", "all_to_all", "ring_shift" or "all_gather".
+            num_bytes: Bytes of a rank's input.
+            ranks: Number of ranks that take part.
         """
         if ranks == 1:
             return 0.0
@@ -77,7 +82,7 @@ class Link:
         return given / self.d2h + got / self.h2d
 
     def waiting(self, operation: str, ranks: int) -> float:
-        """Seconds of these in which nothing is sent: a rank's processor is free for others."""
+        """Returns a collective's seconds of latency, in which a rank's processor is free."""
         if ranks == 1:
             return 0.0
         return 2 * self.latency if operation == "all_reduce" else self.latency
@@ -88,29 +93,32 @@ class Cluster:
     """Ranks that train one model."""
 
     machine: Machine
-    """A rank's: its device, and its part of the host."""
+    """Device of one rank, and the rank's share of its host."""
     nodes: int
+    """Number of nodes."""
     ranks_per_node: int
+    """Number of ranks on each node."""
     link: Link
-    """Between ranks of a node."""
+    """Link between ranks of a node."""
     network: Link
     """Link of a rank to other nodes."""
     on_host: bool
-    """Whether ranks compute on the host's processors, which updates and exchanges need too."""
+    """Whether ranks compute on the host's processors, which updates and collectives need too."""
     at_once: int
-    """Ranks of a node that can compute at one time: all, but where they share processors."""
+    """Number of a node's ranks that can compute at a time; fewer than all if they share
+    processors."""
     nvme_paths: tuple[str, ...] = ()
-    """Directories on each node's NVMe; none: it has none."""
+    """Directories on each node's NVMe; empty: a node has no NVMe."""
     transport: Transport = "host"
-    """Way of what ranks exchange."""
+    """Path of the ranks' collectives."""
 
     def remark(self) -> str:
-        """Remark on predictions for it; empty where ranks compute on the host."""
+        """Returns a remark on predictions; empty for one rank and for ranks on the host."""
         return "" if self.on_host or self.ranks == 1 else TRANSPORTS[self.transport]
 
     @property
     def rings_overlap(self) -> bool:
-        """Whether what is passed on in a ring travels while ranks compute."""
+        """Whether ring shifts run while ranks compute."""
         return self.transport == "nccl"
 
     @property
@@ -119,16 +127,16 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
     def between(self, ranks: int) -> Link:
-        """Returns the link between neighbours, so many of them in a row."""
+        """Returns the link that groups of `ranks` neighbouring ranks exchange over."""
         return self.link if ranks <= self.ranks_per_node else self.network
 
     @classmethod
     def read(cls, path: Path, precision: Precision) -> Cluster:
-        """Reads a description of a cluster; see of.
+        """Reads a description of a cluster; see `of`.
 
         Raises:
-            OSError: It cannot be read.
-            UsageError, ValueError, TypeError: It is no description of a cluster.
+            OSError: The file cannot be read.
+            UsageError, ValueError, TypeError: The file is no description of a cluster.
         """
         try:
             return cls.of(read_settings_file(path), precision)
@@ -137,23 +145,30 @@ class Cluster:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], precision: Precision) -> Cluster:
-        """A cluster from names and values.
+        """Makes a cluster from settings by name.
+
+        The settings are:
+
+        - nodes (default 1) and ranks_per_node: counts.
+        - device: a preset of castor estimate, or "cpu" for ranks that compute on the host.
+        - device_memory, host_memory, h2d, d2h, dram, flops, device_bandwidth, operator_us, nvme,
+          nvme_memory: figures as in castor estimate's options. host_memory, dram, nvme and
+          nvme_memory are those of a full node.
+        - nvme_path: directories on each node's NVMe, as in GeminiPlugin; required with nvme.
+        - at_once: number of a node's ranks that have processors at a time, for device "cpu"
+          (default: all).
+        - transport: "host" (default) or, for GPUs, "nccl".
+        - network: bandwidth of a rank to other nodes, such as "40GB/s".
+        - link: bandwidth of a rank to others of its node, for transport "nccl" and device "cpu".
+          GPUs that exchange through host memory have the bandwidth of dram.
+        - link_latency_us and network_latency_us: latencies in microseconds (default 0).
 
         Args:
-            settings: nodes (default 1) and ranks_per_node; device: a preset of castor estimate, or
-                "cpu" for ranks that compute on the host; figures of castor estimate's options
-                (device_memory, host_memory, h2d, d2h, dram, flops, device_bandwidth, operator_us,
-                nvme, nvme_memory), of which host_memory, dram, nvme and nvme_memory are a whole
-                node's; nvme_path, with nvme: where that is on each node, as GeminiPlugin's;
-                at_once, with device "cpu": how many of a node's ranks have processors at one time
-                (default: all); transport: "host" (default) or, of GPUs, "nccl"; network: bandwidth
-                of a rank to other nodes, such as "40GB/s"; link: likewise to others of its node,
-                for "nccl" and for device "cpu" (GPUs that exchange through host memory have that
-                of dram); link_latency_us and network_latency_us (default 0).
-            precision: Of the matrix products.
+            settings: The settings.
+            precision: Precision of the matrix products.
 
         Raises:
-            UsageError: A name is not known, or a figure is missing.
+            UsageError: A name is not known, or a setting is missing or does not make sense.
             ValueError, TypeError: A figure does not make sense.
         """
         known = {"device", "at_once", "nvme_path", *_COUNTS, *_BETWEEN, *_OF_A_NODE}
@@ -205,7 +220,7 @@ class Cluster:
         if through_host:
             copies = {"d2h": of_rank.d2h, "h2d": of_rank.h2d}
             network = dataclasses.replace(network, **copies)
-            # What a rank sends is written into memory that all have, and read.
+            # A message is written into shared memory by one rank, and read by another.
             of_memory = of_rank.dram / 2 if each > 1 else math.inf
             link = dataclasses.replace(link, bytes_per_second=of_memory, **copies)
         return cls(
@@ -244,6 +259,6 @@ def _link(settings: Mapping[str, Any], name: str) -> Link:
     latency = settings.get(f"{name}_latency_us", 0)
     if isinstance(latency, bool) or not isinstance(latency, int | float) or not latency >= 0:
         raise UsageError(f"{name}_latency_us is {latency!r}; give microseconds, 0 or more")
-    # Between a rank and itself there is none.
+    # A single rank has no link: it takes no time.
     bandwidth = float(parse_bandwidth(settings[name], name)) if name in settings else math.inf
     return Link(bytes_per_second=bandwidth, latency=latency * _MICROSECOND)

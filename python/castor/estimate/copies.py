@@ -13,13 +13,13 @@ class SentByRank:
     """Bytes of gradients and weights that a rank sends in a step."""
 
     within: float = 0.0
-    """To ranks of its node."""
+    """Bytes to ranks of its node."""
     across: float = 0.0
-    """To other nodes, and between them to all."""
+    """Bytes to ranks of other nodes; all bytes, if a collective over nodes is not split by node."""
 
 
 def ranks_of_homes(layout: Layout, cluster: Cluster) -> int:
-    """Returns the number of ranks that share parameters and gradients: those of a host."""
+    """Returns the number of ranks that share the host storage of parameters and gradients."""
     return _ranks_of_a_node(layout, cluster) if cluster.on_host else 1
 
 
@@ -32,18 +32,20 @@ def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
 def sent_between_copies(
     layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int
 ) -> SentByRank:
-    """Returns the bytes that the reduction of gradients and the gathering of weights send.
+    """Returns the bytes that a rank sends to reduce gradients and to gather weights.
 
-    Copies of a model that compute on one host share their weights and gradients: each rank reads
-    what the others have of its part. So do those of each of several machines, between which sums of
-    gradients, their means and parts of weights go. GPUs, and nodes of one copy each, exchange parts
-    of gradients when backward is over, and gather gradients and weights.
+    - Replicas that compute on one host share weights and gradients in memory: each rank reads the
+      others' gradients of its shard.
+    - Replicas on several hosts do so on each host. Between hosts go sums of gradients, their means
+      and shards of weights.
+    - GPUs, and nodes of one replica each, exchange shards of gradients after backward, and gather
+      gradients and weights.
 
     Args:
-        layout: How ranks are divided.
-        cluster: Where.
-        param_bytes: Of a rank.
-        element_bytes: Of a parameter's element.
+        layout: The layout of the ranks.
+        cluster: The cluster.
+        param_bytes: Bytes of a rank's parameters.
+        element_bytes: Bytes of a parameter's element.
     """
     copies, of_node = layout.replicas, _ranks_of_a_node(layout, cluster)
     if copies == 1:
@@ -60,16 +62,20 @@ def sent_between_copies(
 
 
 def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int) -> float:
-    """Seconds that sent_between_copies takes. Where ranks share processors, both need these."""
+    """Returns the seconds in which a rank sends the bytes of sent_between_copies.
+
+    Traffic within a node and between nodes adds up: both need the processors that ranks share.
+    """
     sent = sent_between_copies(layout, cluster, param_bytes, element_bytes)
     ways = ((cluster.link, sent.within), (cluster.network, sent.across))
     return sum(link.seconds_on_host(num_bytes) for link, num_bytes in ways if num_bytes)
 
 
 def _crossing(means: float, element_bytes: int, nodes: int) -> float:
-    """Bytes that the rank with most to send gives to other machines (docs/design/0047-nodes.md).
+    """Returns the bytes that the busiest rank sends to other nodes (docs/design/0047-nodes.md).
 
-    Of two machines the first sends sums and the last means; one between others sends both.
+    With two nodes, the first sends sums and the last one means. With more, a node between others
+    sends both.
     """
     sums = means * 4 / element_bytes
     weights = (nodes - 1) / nodes * means

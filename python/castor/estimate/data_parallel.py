@@ -26,38 +26,41 @@ class RanksEstimate:
     """Estimate of a step, with the memory of each rank."""
 
     fits: bool
+    """Whether each rank has room for the step."""
     device_bytes: int
     """Device bytes that a rank needs at least, with streamed chunks."""
     host_bytes: int
-    """Host bytes of a rank; of shared weights and gradients its share."""
+    """Host bytes of a rank; weights and gradients that ranks share count by the rank's share."""
     nvme_bytes: int
+    """NVMe bytes of a rank."""
     step_time_s: float
-    """Did it fit or not."""
+    """Seconds of the step, whether it fits or not."""
     bound: str
     """Resource that takes longest; see LayoutCost.busy."""
     tokens_per_s: float
     """Tokens per second of all ranks."""
     busy_s: dict[str, float]
+    """Seconds of the step by resource; see LayoutCost.busy."""
     node_bytes: int
-    """Bytes that a rank sends to others of its node: gradients and weights."""
+    """Bytes of gradients and weights that a rank sends to others of its node."""
     network_bytes: int
-    """... and to other nodes."""
+    """Bytes of gradients and weights that a rank sends to other nodes."""
 
     def as_json(self) -> dict[str, Any]:
-        """The figures that `castor estimate --nproc N --json` prints."""
+        """Returns the figures that `castor estimate --nproc N --json` prints."""
         return asdict(self)
 
 
 def estimate_ranks(config: Path, workload: Workload, cluster: Cluster) -> RanksEstimate:
-    """Predicts a step of as many copies of a model as there are ranks (ZeRO).
+    """Predicts a step with one data-parallel replica on each rank (ZeRO).
 
     Args:
-        config: A config.json.
-        workload: Of each rank.
-        cluster: Where.
+        config: Path of the model's config.json.
+        workload: The workload of each rank.
+        cluster: The cluster.
 
     Raises:
-        UsageError: The workload has what copies of a model are not predicted with.
+        UsageError: The workload has an option that is not predicted for several ranks.
         OSError, ValueError, ModuleNotFoundError: See castor.estimate.model.build.
     """
     for name, given, known in (
@@ -91,7 +94,7 @@ def estimate_ranks(config: Path, workload: Workload, cluster: Cluster) -> RanksE
 
 
 def render(estimate: RanksEstimate, workload: Workload, on: Cluster, console: Console) -> None:
-    """Prints it."""
+    """Prints the estimate of the workload on a cluster."""
     machine = on.machine
     console.print(
         f"{on.nodes} x {on.ranks_per_node} ranks, each {workload.batch} x {workload.sequence} "

@@ -1,4 +1,4 @@
-"""From a config and a machine to what a training step takes there."""
+"""Estimates the memory and time of a training step from a model's config and a machine."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from castor.runtime.blocks import find_blocks, has_switch
 from castor.runtime.spec import ModelSpec
 
 _NVME = 3e9
-"""Bytes per second of the disk that is proposed: one of consumers' machines."""
+"""Bytes per second of the NVMe drive that an estimate proposes: a consumer drive."""
 _MAX_BATCH = 2**20
-"""Bound of the search for the largest batch."""
+"""Upper bound of the search for the largest batch, in samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,50 +45,52 @@ class Estimate:
     """Estimate of a training step. Sizes are bytes, times seconds."""
 
     fits: bool
+    """Whether the machine has room for the step."""
     device_bytes: int
-    """Peak of the step; where it does not fit, the least that it needs."""
+    """Peak device bytes of the step; if the step does not fit, the least bytes that it needs."""
     host_bytes: int
-    """Parameters, gradients and optimizer state there, and window buffers of those on NVMe."""
+    """Host bytes of parameters, gradients, optimizer state and the window buffers of NVMe."""
     nvme_bytes: int
-    """Optimizer state, parameters and gradients that the host has no room for."""
+    """Bytes of optimizer state, parameters and gradients that the host has no room for."""
     nvme_weight_bytes: int
-    """Share of these for parameters and gradients."""
+    """Bytes of `nvme_bytes` that are parameters and gradients."""
     step_time_s: float | None
-    """None where the step does not fit."""
+    """Seconds of the step; None if the step does not fit."""
     bound: str | None
-    """Resource that is busy longest: "compute", "h2d", "d2h", "dram" or "nvme"; None where it does
-    not fit."""
+    """Resource that is busy longest: "compute", "h2d", "d2h", "dram" or "nvme"; None if the step
+    does not fit."""
     tokens_per_s: float | None
-    """Samples times sequence over time; None where it does not fit."""
+    """Samples times tokens of a sample over seconds; None if the step does not fit."""
     max_batch: int
-    """The largest batch that fits; 0 where none does."""
+    """Samples of the largest batch that fits; 0 if none does."""
     max_sequence: int | None
-    """Tokens of the longest samples of which the workload's batch fits; 0 where none does, None
-    where samples are images."""
+    """Tokens of the longest samples with which the workload's batch fits; 0 if none does, None
+    if samples are images."""
     busy_s: dict[str, float]
-    """Seconds that each resource is busy in a step, whether it fits or not."""
+    """Seconds that each resource is busy in a step, whether the step fits or not."""
     parameters: int
+    """Number of parameters; tied ones count once, adapters are included."""
     flops: int
     """FLOPs of a step, recomputation included."""
     nonmodel_bytes: int
-    """Peak of activations, temporaries and gradients on their way."""
+    """Peak bytes of activations, temporaries and gradients that are being moved."""
     blocks: int
-    """Number of blocks that may be recomputed or offloaded; 0 with "keep"."""
+    """Number of blocks that may be recomputed or offloaded; 0 with activations="keep"."""
     recomputed_blocks: int
     """Number of blocks that are recomputed."""
     offloaded_blocks: int
     """Number of blocks whose activations wait in host memory."""
     rows_per_tile: int
-    """Logits are computed so many rows at a time; 0: all at once."""
+    """Number of rows of logits that are computed at a time; 0: all at once."""
     trained_parameters: int
-    """Parameters with gradients and optimizer states; with adapters fewer than all."""
+    """Number of parameters with gradients and optimizer states; with adapters fewer than all."""
     remedies: tuple[str, ...]
-    """Changes that would make it fit; empty where it fits."""
+    """Changes that would make the step fit; empty if it fits."""
     fits_with: tuple[str, ...]
-    """Options with which it fits, other formats, activations or NVMe; empty where it does."""
+    """Options (formats, activations, NVMe) with which the step would fit; empty if it fits."""
 
     def as_json(self) -> dict[str, Any]:
-        """The figures that `castor estimate --json` prints."""
+        """Returns the figures that `castor estimate --json` prints."""
         figures = asdict(self)
         for name in ("busy_s", "parameters", "trained_parameters", "flops", "remedies"):
             del figures[name]
@@ -96,17 +98,21 @@ class Estimate:
 
 
 class Estimator:
-    """A model on the meta device, laid out in chunks; estimates any batch of it.
+    """Model on the meta device, laid out in chunks, whose steps are estimated.
 
-    Steps are recorded once for each batch, and the same for every machine.
+    A step is recorded once for each batch and sequence length; every machine uses the same record.
     """
 
     def __init__(self, config: Path, workload: Workload) -> None:
         """Builds the model.
 
+        Args:
+            config: Path of a Hugging Face model's config.json.
+            workload: The step to estimate.
+
         Raises:
             OSError: The config cannot be read.
-            ValueError: transformers cannot build a model of it.
+            ValueError: transformers cannot build a model of the config.
             ModuleNotFoundError: transformers is not installed.
         """
         self.workload = workload
@@ -129,10 +135,10 @@ class Estimator:
         self._steps: dict[tuple[int, int], Step] = {}
 
     def step(self, batch: int, sequence: int | None = None) -> Step:
-        """The step of a batch, recorded on the meta device.
+        """Returns the step of a batch, recorded on the meta device.
 
         Args:
-            batch: Samples.
+            batch: Number of samples.
             sequence: Tokens in a sample. Default: the workload's.
         """
         shape = batch, sequence or self.workload.sequence
@@ -200,20 +206,20 @@ class Estimator:
         """Plans and simulates a step; see csrc/python/simulator.cc for the figures.
 
         Args:
-            step: From `step`.
-            machine: Where it runs.
-            margin_ratio: GeminiPlugin's gpu_margin_mem_ratio. 0 where the least bytes are asked
-                for: they are the same, and found sooner.
+            step: The recorded step, from `step`.
+            machine: The machine that the step runs on.
+            margin_ratio: GeminiPlugin's gpu_margin_mem_ratio. It does not change the least bytes
+                that a step needs; 0 finds them sooner.
             least: Whether activations="auto" keeps no block, which takes the least memory.
 
         Returns:
-            The figures, and "nonmodel_bytes", "recomputed_blocks", "offloaded_blocks" and
-            "rows_per_tile".
+            The simulator's figures, and "nonmodel_bytes", "recomputed_blocks", "offloaded_blocks"
+            and "rows_per_tile".
         """
         rows = step.rows
         tile = self._logits.rows_per_tile(rows, machine.device_bytes)
         moments = self._logits.tiled(step.moments, rows, tile) if tile else step.moments
-        # The time stands in `seconds`; the trace's own is not read.
+        # Times are in `seconds`; those of the events are not read.
         events: Events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in moments]
         seconds = [seconds_of(moment, machine) for moment in moments]
         on = options(
@@ -258,7 +264,7 @@ class Estimator:
         }
 
     def _has_homes(self, machine: Machine) -> bool:
-        """Whether host and NVMe have room for what is there whatever the batch."""
+        """Whether host and NVMe have room for the bytes that do not depend on the batch."""
         room = math.inf if machine.nvme_bytes is None else machine.nvme_bytes
         homes = self._simulator.places(places(machine))
         return homes["host_bytes"] <= machine.host_bytes and homes["nvme_bytes"] <= room
@@ -279,7 +285,7 @@ class Estimator:
     def _largest(
         self, machine: Machine, step: Callable[[int], Step], *, start: int, least: int, most: int
     ) -> int:
-        """The largest number of which the step fits; see `largest`."""
+        """Returns the largest number whose step fits, 0 if none does; see `largest`."""
         if not self._has_homes(machine):
             return 0
 
@@ -302,7 +308,7 @@ class Estimator:
         )
 
     def _smaller(self, max_batch: int, max_sequence: int | None) -> str:
-        """Describes the batch that would fit instead of the workload's."""
+        """Describes the smaller batches that would fit."""
         batch, sequence = self.workload.batch, self.workload.sequence
         fits = [f"{max_batch} x {sequence}"] if max_batch else []
         fits += [f"{batch} x {max_sequence}"] if max_sequence else []
@@ -352,7 +358,7 @@ class Estimator:
         return tuple(found)
 
     def _options_that_fit(self, machine: Machine, device_needed: int) -> tuple[str, ...]:
-        """Finds the formats, activations and NVMe with which the batch fits: the fewest changes."""
+        """Finds the fewest changes of format, activations and NVMe with which the batch fits."""
         other = ""
         offloads = self.workload.activations == "offload"
         if device_needed > machine.device_bytes or offloads:
@@ -403,7 +409,7 @@ class Estimator:
 
 
 def named_in_block(model: nn.Module, module: str) -> str:
-    """A module by name, and the block of the model that it is in."""
+    """Names a module, and the block of the model that holds it."""
     for name in find_blocks(model):
         if module.startswith(f"{name}."):
             return f"block '{name}' (module '{module}')"
@@ -411,7 +417,7 @@ def named_in_block(model: nn.Module, module: str) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes in MiB below one GiB, else in GiB."""
+    """Formats bytes: in MiB below one GiB, else in GiB."""
     if num_bytes < 2**30:
         return f"{num_bytes / 2**20:,.1f} MiB"
     return f"{num_bytes / 2**30:,.1f} GiB"

@@ -1,4 +1,4 @@
-"""Less than which a layout does not take, before any of its stages is recorded."""
+"""Lower bounds of a layout's time and memory, before any of its stages is recorded."""
 
 from __future__ import annotations
 
@@ -22,52 +22,56 @@ from castor.runtime.engine import WORKING_DTYPES
 _LARGEST_SHARED_CHUNK = 64 << 20
 """Bytes of a chunk of several parameters (kMaxSearchedBytes in csrc/core/chunk_layout.cc)."""
 _ELEMENTS = 1 << 20
-"""Elements of a parameter whose states are counted."""
+"""Elements of the parameter whose optimizer states are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A micro-batch through all of a model, alone."""
+    """Cost of a micro-batch through the full model, with no other micro-batch under way."""
 
     seconds: float
+    """Seconds of forward and backward."""
     kept_bytes: int
+    """Bytes that forward keeps for backward."""
     block_seconds: float = 0.0
-    """Seconds in a block; 0: there are no blocks for stages."""
+    """Seconds in a block; 0: the model has no blocks for stages."""
     block_kept_bytes: int = 0
-    """Likewise."""
+    """Bytes that a block keeps for backward; 0: the model has no blocks for stages."""
     block_passing_bytes: int = 0
-    """Bytes of a block beside these while its forward runs."""
+    """Bytes of a block beside the kept ones while its forward runs."""
     block_bytes: int = 0
-    """Parameters of a block."""
+    """Bytes of a block's parameters."""
     block_sends: bool = False
-    """Whether all of them get a gradient."""
+    """Whether all parameters of a block get a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divided:
-    """A model, divided so, on a cluster."""
+    """Model in a layout on a cluster."""
 
     layout: Layout
+    """Layout of the ranks."""
     of_one: Whole
-    """With one row in a micro-batch."""
+    """Cost of a micro-batch of one row."""
     of_two: Whole
-    """With two."""
+    """Cost of a micro-batch of two rows."""
     layers: Sequence[int]
-    """Blocks of each stage."""
+    """Number of blocks of each stage."""
     cluster: Cluster
+    """Cluster of the ranks."""
     workload: Workload
-    """Its precision, optimizer, states and overlap are read."""
+    """Workload, whose precision, optimizer, state format and overlap are read."""
 
     def of_rows(self, measure: Callable[[Whole], float]) -> float:
-        """Less than which a micro-batch does not take."""
-        # What an operator takes is the larger of two that are in proportion to rows, and
-        # something that is not: from two rows on it grows at least as from one to two.
+        """Returns a lower bound of a measure for a micro-batch of the layout's rows."""
+        # An operator takes the larger of FLOPs and bytes, both proportional to rows, and something
+        # fixed: each row after the second adds at least as much as the second did.
         one, two = measure(self.of_one), measure(self.of_two)
         return one + (self.layout.rows - 1) * (two - one)
 
 
 def passing_bytes(one: StagePass) -> int:
-    """Returns the bytes that a stage's forward has beside what it keeps, while it runs."""
+    """Returns the peak bytes of a stage's forward beside those that it keeps for backward."""
     return max(moment.nonmodel_bytes for moment in one.forward) - one.kept_bytes
 
 
@@ -75,9 +79,9 @@ def sends_all(block: SimulatedRank, stage: int, cluster: Cluster) -> bool:
     """Whether a micro-batch gives each parameter of a stage a gradient.
 
     Args:
-        block: A rank that has it alone.
-        stage: Its number.
-        cluster: Where.
+        block: A rank that has no other stage.
+        stage: Number of the stage.
+        cluster: The cluster.
     """
     one = block.passes[stage]
     moments = [*one.forward, *one.backward]
@@ -89,15 +93,15 @@ def sends_all(block: SimulatedRank, stage: int, cluster: Cluster) -> bool:
 
 
 def least_of_passes(of_all: Divided, like: Layout) -> float | None:
-    """Seconds less than which a layout does not take; None: the device has no room for it.
+    """Returns a lower bound of a layout's seconds; None: the device has no room for it.
 
     Args:
-        of_all: The model, its layers and sequences divided as in `like`.
-        like: The layout, or another that takes no less: one without divided sequences.
+        of_all: The model, with layers and sequences sharded as in `like`.
+        like: The layout, or a similar one that takes no less: without context parallelism.
     """
     layout, layers, cluster = of_all.layout, of_all.layers, of_all.cluster
     share = layout.sequence // like.sequence
-    # Causal attention in a ring leaves out what no token sees: less than half of anything.
+    # Causal attention in a ring skips masked pairs of tokens: at most half of the work is saved.
     least = 0.5 if share > 1 and layout.mode == "ring_attn" else 1.0
 
     def of_rows(measure: Callable[[Whole], float]) -> float:
@@ -107,9 +111,9 @@ def least_of_passes(of_all: Divided, like: Layout) -> float | None:
     block = of_rows(lambda whole: whole.block_seconds)
     count = len(layers)
     blocks = [_blocks_of(of_all, rank) for rank in range(layout.stages)]
-    # Of the first rank, which has most micro-batches under way.
+    # The first rank has the most micro-batches under way.
     under_way = min(layout.microbatches, layout.stages) * blocks[0]
-    if layout.style == "zbv":  # when the first one is through the last stage
+    if layout.style == "zbv":  # when the first micro-batch has passed the last stage
         under_way = min(layout.microbatches, count - 1) * layers[0] + layers[-1]
     held = max(
         of_rows(lambda whole: whole.block_kept_bytes) * under_way,
@@ -125,17 +129,17 @@ def least_of_passes(of_all: Divided, like: Layout) -> float | None:
 
 
 def least_of_copies(of_all: Divided) -> float:
-    """Seconds of a step that the links between host and device are busy for, of the end with most.
+    """Returns a lower bound of the seconds that the links between host and device are busy.
 
-    Where a pass through a stage begins, the device has no more of its weights than what is left
-    beside what micro-batches under way keep: the others are fetched. Gradients go home, but for
-    those of weights that stay on the device for good, with their gradients and states.
+    When a pass through a stage begins, the device holds no more weights than fit beside the
+    activations of the micro-batches under way; the others are fetched. Gradients go to the host,
+    except for resident chunks. The larger bound of the pipeline's first and last rank counts.
     """
     layout, block, machine = of_all.layout, of_all.of_one, of_all.cluster.machine
     if not block.block_bytes:
         return 0.0
     kept = of_all.of_rows(lambda whole: whole.block_kept_bytes)
-    # Of the bytes of weights on the device, their gradients and a rank's part of their states.
+    # Share of weights in the bytes of a resident chunk: weights, gradients, the rank's states.
     part = 1 / (2 + _states_of_weights(machine, of_all.workload) / layout.replicas)
     return max(
         _of_rank(layout, block, kept, of_all.layers, machine, rank, part)
@@ -144,10 +148,10 @@ def least_of_copies(of_all: Divided) -> float:
 
 
 def least_of_nvme(of_all: Divided) -> float:
-    """Seconds of a step of the end with most on NVMe; 0: the host may have room for all.
+    """Returns a lower bound of a step's seconds due to NVMe; 0: the host may have room for all.
 
-    What has none is read and written once at least, and of the passes only the first forward goes
-    on beside that.
+    Bytes that the host has no room for are read and written at least once. Of the passes, only the
+    first forward runs beside that. The larger bound of the pipeline's first and last rank counts.
     """
     layout, workload, cluster = of_all.layout, of_all.workload, of_all.cluster
     machine, block_bytes = cluster.machine, of_all.of_one.block_bytes
@@ -168,7 +172,7 @@ def least_of_nvme(of_all: Divided) -> float:
 
 
 def least_lacking(of_all: Divided) -> float:
-    """Bytes less than which host and NVMe do not lack for the end with most; 0: it may fit."""
+    """Returns a lower bound of the bytes that host and NVMe lack; 0: the layout may fit."""
     layout, cluster = of_all.layout, of_all.cluster
     machine, sharing = cluster.machine, ranks_of_homes(layout, cluster)
     room: float = machine.host_bytes
@@ -180,13 +184,13 @@ def least_lacking(of_all: Divided) -> float:
 
 
 def _blocks_of(of_all: Divided, rank: int) -> int:
-    """Returns the number of blocks of a rank of the pipeline."""
+    """Returns the number of blocks that a rank of the pipeline has."""
     return sum(of_all.layers[stage] for stage in of_all.layout.stages_of(rank))
 
 
 @cache
 def _states_of_weights(machine: Machine, workload: Workload) -> float:
-    """Bytes of optimizer states for a byte of weights."""
+    """Returns the bytes of optimizer states for each byte of weights."""
     one = _C.Simulator(
         params=[("of all", _ELEMENTS, True)],
         modules=[("of all", [0], -1)],
@@ -217,7 +221,7 @@ def _of_rank(
     for stage, _, what in order:
         if what == "of_weights":
             continue
-        # Backward is through with some of a block when it first asks for weights.
+        # Backward has freed a block's activations when it first asks for weights.
         beside = held if what == "forward" else held - block_kept
         if what != "of_inputs" or stage:  # the first stage has none
             fetched += max(0, layers[stage] * block.block_bytes - max(0, room - beside))
@@ -225,7 +229,7 @@ def _of_rank(
         most = max(most, held)
     sent = 0.0
     if block.block_sends:
-        # Of a chunk that it shares, on either side, no pass through a stage has all gradients.
+        # A stage may share its first and its last chunk, of which it has not all gradients.
         for stage in layout.stages_of(rank):
             sent += max(0, layers[stage] * block.block_bytes - 2 * _LARGEST_SHARED_CHUNK)
         sent -= part_of_what_stays * max(0, room - most - block.block_passing_bytes)

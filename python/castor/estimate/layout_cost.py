@@ -1,8 +1,8 @@
-"""The cost of a step in a layout, for each rank: memory, and time.
+"""Memory and time of a step in a layout, for each rank.
 
-A rank's stages are recorded on the meta device (castor.estimate.simulated_rank). Chunks move as the
-simulator of one rank has it, over the passes that the schedule runs; the schedule, and what ranks
-exchange, come on top.
+A rank's stages are recorded on the meta device (castor.estimate.simulated_rank). The simulator of
+one rank moves chunks over the passes that the schedule runs. The pipeline's schedule and the
+collectives between ranks are added to its time.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from castor.estimate.simulated_rank import SEQUENCE, SimulatedRank, StagePass
 from castor.estimate.workload import Overlap
 
 NO_NVME = 2**62
-"""Host bytes, so that nothing goes elsewhere: whether all fits is asked afterwards."""
+"""Host bytes with which nothing goes to NVMe; whether the host has room is checked later."""
 ROUNDING = 1 - 1e-9
-"""Factor of bounds of seconds."""
+"""Factor of lower bounds of seconds, so that rounding does not lift them above the cost."""
 
 
 class _Needs:
-    """Needs of memory on a machine."""
+    """Memory that a rank needs in each tier."""
 
     device_bytes: int
     host_bytes: int
     nvme_bytes: int
 
     def lacking(self, machine: Machine) -> int:
-        """Bytes that a rank's device, its part of the host and of NVMe have not."""
+        """Returns the bytes that device, host and NVMe of a rank lack, added up."""
         lacks = max(0, self.device_bytes - machine.device_bytes)
         lacks += max(0, self.host_bytes - machine.host_bytes)
         room = machine.nvme_bytes
         return lacks + (0 if room is None else max(0, self.nvme_bytes - room))
 
     def fits(self, machine: Machine) -> bool:
-        """Whether all of these have room."""
+        """Whether all tiers have room."""
         return self.lacking(machine) == 0
 
 
@@ -52,41 +52,50 @@ class LayoutCost(_Needs):
     """Cost of a step: bytes and seconds of the rank that takes most."""
 
     layout: Layout
+    """Layout of the ranks."""
     device_bytes: int
-    """Device bytes that it needs at least, with streamed chunks."""
+    """Device bytes that the rank needs at least, with streamed chunks."""
     host_bytes: int
-    """Windows on what is on NVMe included."""
+    """Host bytes of the rank, window buffers of NVMe included."""
     nvme_bytes: int
-    """Bytes that the host has no room for."""
+    """Bytes on NVMe, for which the host has no room."""
     nvme_weight_bytes: int
-    """Share of these for parameters and gradients."""
+    """Bytes of `nvme_bytes` that are parameters and gradients."""
     seconds: float
+    """Seconds of the step."""
     busy: dict[str, float]
-    """Seconds of "compute", "exchange" (between ranks that share a model), "reduce" (gradients and
-    weights, between ranks with other samples), "copies" (chunks that computing waits for),
-    "update", "nvme" (that computing and updates wait for), "bubble" (a stage that waits for
-    others), "processors" (that other ranks compute on)."""
+    """Seconds of the step by resource.
+
+    - "compute": operators.
+    - "exchange": collectives between tensor-, expert- and context-parallel ranks.
+    - "reduce": gradients and weights, between data-parallel replicas.
+    - "copies": chunks that computing waits for.
+    - "update": the optimizer.
+    - "nvme": NVMe that computing and the optimizer wait for.
+    - "bubble": stages that wait for other stages.
+    - "processors": processors that other ranks compute on.
+    """
 
     @property
     def bound(self) -> str:
-        """Resource that takes longest."""
+        """Name in `busy` of the resource that takes longest."""
         return max(self.busy, key=lambda name: self.busy[name])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The result of a search over a model's layouts."""
+    """Result of a search over a model's layouts."""
 
     cluster: Cluster
     """Cluster of the layouts."""
     fitting: list[LayoutCost]
-    """Fastest first."""
+    """Costs of the layouts that fit, fastest first."""
     others: list[LayoutCost]
-    """Layouts if none fits, with the least lack first."""
+    """Costs of layouts if none fits, those that lack least memory first."""
     refused: dict[str, str]
-    """Ways of dividing that the model does not take, and why."""
+    """Kinds of parallelism that the model does not support, with the reasons."""
     compared: int
-    """Layouts that there are."""
+    """Number of layouts of the workload on the cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +103,19 @@ class _Seconds:
     """Seconds of a micro-batch in a stage."""
 
     forward: list[float]
+    """Seconds of each event of the forward."""
     backward: list[float]
+    """Seconds of each event of the backward, without those of `of_weights`."""
     of_weights: list[float]
+    """Seconds of each event of a deferred backward of weights."""
     exchange: float
+    """Seconds of collectives, included in the lists."""
     waiting: float
-    """Seconds of these in which nothing is sent."""
+    """Seconds of collectives in which nothing is sent."""
 
 
 class End(_Needs):
-    """The first or the last rank of the pipeline: its memory, and what its chunks cost."""
+    """First or last rank of a pipeline: its memory, and the time that its chunks cost."""
 
     def __init__(
         self,
@@ -113,27 +126,27 @@ class End(_Needs):
         *,
         overlap: Overlap,
     ) -> None:
-        """Simulates it.
+        """Simulates the rank.
 
         Args:
-            recorded: The rank.
-            layout: How ranks are divided.
-            cluster: Where.
-            rank: Its number in the pipeline.
-            overlap: As GeminiPlugin's.
+            recorded: The recorded rank.
+            layout: The layout of the ranks.
+            cluster: The cluster.
+            rank: Number of the rank in the pipeline.
+            overlap: GeminiPlugin's overlap.
         """
         self._layout, self._cluster, self._rank, self._overlap = layout, cluster, rank, overlap
         figures, self._alone = self._simulate(recorded, overlap, host_bytes=NO_NVME)
         self.device_bytes = figures["smallest_budget_bytes"]
         whole = int(figures["host_bytes"])
-        homes = 2 * recorded.param_bytes  # and gradients
+        homes = 2 * recorded.param_bytes  # parameters and gradients
         sharing = ranks_of_homes(layout, cluster)
         self.host_bytes = homes // sharing + max(0, whole - homes) // layout.replicas
         self.nvme_bytes = self.nvme_weight_bytes = 0
         self.slowdown: float = self._slowdown_of(figures)
         self.update: float = figures["step_seconds"] - figures["passes_seconds"]
         self.in_memory = self.slowdown, self.update
-        """These two, did nothing wait for NVMe."""
+        """Slowdown and seconds of the update if nothing waited for NVMe."""
         settled = cluster.between(layout.of_layers).collective(
             "all_reduce", recorded.settled_bytes, layout.experts_alone
         )
@@ -142,16 +155,16 @@ class End(_Needs):
 
     @property
     def least_seconds(self) -> float:
-        """Lower bound of a step's seconds, whatever other ranks do."""
+        """Lower bound of a step's seconds, independent of the other ranks."""
         layout = self._layout
         passes = layout.microbatches / layout.simulated_microbatches * self._alone * self.slowdown
         return (passes + self.reduce + self.update) * ROUNDING
 
     @property
     def needs_nvme(self) -> bool:
-        """Whether the host has no room, and there is NVMe.
+        """Whether the host has no room and the machine has NVMe.
 
-        Chunks that ranks share in host memory are not planned to be there.
+        Chunks that ranks share in host memory are not planned on NVMe.
         """
         machine = self._cluster.machine
         if machine.nvme is None or ranks_of_homes(self._layout, self._cluster) > 1:
@@ -159,15 +172,16 @@ class End(_Needs):
         return self.host_bytes > machine.host_bytes
 
     def store(self, recorded: SimulatedRank) -> None:
-        """Puts on NVMe what the host has no room for, as a session does.
+        """Moves the bytes that the host has no room for to NVMe, as a session does.
 
-        Parameters there are not trained by several ranks: where they had to be, nothing changes.
+        Several ranks do not train parameters on NVMe. If parameters would have to be there,
+        nothing changes.
 
         Args:
-            recorded: The rank, in chunks made for its replicas.
+            recorded: The rank, with chunks laid out for its replicas.
         """
         host_bytes = self._cluster.machine.host_bytes
-        # Updates beside the first forwards hold these up once, however many micro-batches follow.
+        # Updates beside the first forwards delay them once, whatever the number of micro-batches.
         apart, _ = self._simulate(recorded, "none", host_bytes=host_bytes)
         if apart["nvme_weight_bytes"] and self._layout.replicas > 1:
             return
@@ -188,7 +202,7 @@ class End(_Needs):
     def _simulate(
         self, recorded: SimulatedRank, overlap: Overlap, *, host_bytes: int
     ) -> tuple[dict[str, Any], float]:
-        """The simulator's figures of the passes that it repeats, and what they take alone."""
+        """Returns the simulator's figures of the simulated passes, and their seconds alone."""
         layout, cluster = self._layout, self._cluster
         seconds = {
             stage: seconds_of(one, cluster, layout) for stage, one in recorded.passes.items()
@@ -223,7 +237,7 @@ class End(_Needs):
 
 
 def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
-    """Returns the seconds of a micro-batch's events: operators, and waits for other ranks."""
+    """Returns the seconds of a micro-batch's events: operators and collectives."""
     exchange = waiting = 0.0
 
     def of(moments: Sequence[Moment]) -> list[float]:
@@ -250,11 +264,11 @@ def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
 def _exchanged(
     moment: Moment, cluster: Cluster, layout: Layout, computing: float
 ) -> tuple[float, float]:
-    """Seconds of what ranks send each other, and of these those in which nothing is sent.
+    """Returns the seconds of an event's collectives, and how many of them nothing is sent in.
 
-    What is passed on in a ring travels while a rank computes with what has come, all but the last:
-    the rest of it is waited for. Through host memory it is waited for in full, and on the host
-    both need the same processors.
+    A ring shift overlaps with the computing on the shard received before, except for the last
+    one; only the rest of its time counts. A ring shift through host memory does not overlap, and on
+    the host both need the same processors.
     """
     total = waiting = passed = 0.0
     for sent in moment.sent:
@@ -277,11 +291,11 @@ def cost_of(
     """Returns the cost of a step.
 
     Args:
-        layout: How ranks are divided.
-        stages: A micro-batch in each stage of the model.
-        ends: The pipeline's first rank, which keeps most micro-batches under way, and its last,
-            which has the logits; one where there is one.
-        cluster: Where.
+        layout: The layout of the ranks.
+        stages: The pass of a micro-batch through each stage of the model.
+        ends: The pipeline's first rank, which has the most micro-batches under way, and its last
+            one, which has the logits. A single rank is there once.
+        cluster: The cluster.
     """
     slowdown = max(end.slowdown for end in ends)
     in_memory, update_in_memory = (
@@ -301,7 +315,7 @@ def cost_of(
     passes = _C.pipeline_seconds(
         layout.style, layout.stages, layout.stages_per_rank, layout.microbatches, each
     )
-    # Of the rank with most to do.
+    # The shares of the busiest rank are reported.
     busiest = max(
         range(layout.stages),
         key=lambda rank: sum(sum(each[i][:2]) for i in layout.stages_of(rank)),
@@ -314,7 +328,7 @@ def cost_of(
     reduce = max(end.reduce for end in ends)
     update = max(end.update for end in ends)
     seconds_alone = passes + reduce + update
-    # Who waits leaves its processor to others: of all there is no more than they can do.
+    # A waiting rank leaves its processor to others: all ranks of a node share its processors.
     busy_in_all = sum(
         sum(one[:2]) * in_memory / slowdown - own.waiting
         for one, own in zip(each, seconds, strict=True)

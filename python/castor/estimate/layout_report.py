@@ -1,4 +1,4 @@
-"""The layouts that a search found, as a person reads them, and as a plan's file has them."""
+"""Shows the layouts that a search found, as a table, as JSON and as a plan's file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BOUNDS = {
     "bubble": "idle stages",
     "processors": "processors",
 }
-"""The resources of LayoutCost.busy, in words."""
+"""Texts for the resources of LayoutCost.busy."""
 
 
 def search_and_show(
@@ -45,17 +45,20 @@ def search_and_show(
     """Finds the fastest layouts, prints them, and writes the first one's plan.
 
     Args:
-        config: A config.json.
-        cluster: A description; see Cluster.of.
-        workload: Of all ranks together.
-        console: Where it is printed.
-        shown: How many.
-        output: Where the plan goes, if there is one that fits.
+        config: Path of the model's config.json.
+        cluster: Path of the cluster's description; see Cluster.of.
+        workload: The step of all ranks together.
+        console: The console that the table is printed on.
+        shown: Number of layouts to find.
+        output: Path of the plan, which is written if a layout fits; None: no plan is written.
+
+    Returns:
+        The result of the search.
 
     Raises:
         OSError: A file cannot be read or written.
-        UsageError, ValueError, TypeError: One says what makes no sense, or the batch cannot be
-            divided, or the model cannot be recorded.
+        UsageError, ValueError, TypeError: A file has a wrong entry, the batch cannot be divided
+            among the ranks, or the model cannot be recorded.
     """
     on = Cluster.read(cluster, workload.precision)
     search = LayoutSearch(config, workload)
@@ -78,7 +81,7 @@ def search_and_show(
 
 
 def plan_of(cost: LayoutCost, cluster: Cluster, workload: Workload) -> dict[str, Any]:
-    """Returns the plan that write_plan takes."""
+    """Returns the contents of a plan's file, for write_plan."""
     return {
         "layout": arguments_of(cost, cluster),
         "nodes": cluster.nodes,
@@ -98,7 +101,7 @@ def plan_of(cost: LayoutCost, cluster: Cluster, workload: Workload) -> dict[str,
 
 
 def arguments_of(cost: LayoutCost, cluster: Cluster) -> dict[str, Any]:
-    """HybridParallelPlugin's: where something is on NVMe, with the budgets that put it there."""
+    """Returns HybridParallelPlugin's arguments; if NVMe is used, with the memory budgets."""
     found = cost.layout.arguments()
     if cost.nvme_bytes:
         found |= {
@@ -111,7 +114,7 @@ def arguments_of(cost: LayoutCost, cluster: Cluster) -> dict[str, Any]:
 
 
 def as_json(found: Found) -> dict[str, Any]:
-    """The figures that `castor plan --json` prints."""
+    """Returns the figures that `castor plan --json` prints."""
 
     def figures(cost: LayoutCost) -> dict[str, Any]:
         return {
@@ -135,12 +138,12 @@ def as_json(found: Found) -> dict[str, Any]:
 
 
 def _samples(layout: Layout) -> int:
-    """Returns the samples of a step on ranks that take the same."""
+    """Returns the samples of a step of one data-parallel replica."""
     return layout.rows * layout.microbatches
 
 
 def ranks_of(layout: Layout) -> str:
-    """Describes the division of ranks; replicas are dp."""
+    """Describes the parallel sizes of a layout, such as "tp 2, dp 4"."""
     sizes = {"tp": layout.tensor, "ep": layout.experts, "sp": layout.sequence}
     sizes |= {"pp": layout.stages, "dp": layout.data}
     found = [f"{name} {of}" for name, of in sizes.items() if of > 1]
@@ -148,7 +151,7 @@ def ranks_of(layout: Layout) -> str:
 
 
 def schedule_of(layout: Layout) -> str:
-    """Micro-batches and their rows, and in which order stages take them."""
+    """Describes the micro-batches and their rows, and the pipeline's schedule."""
     how = f"{layout.microbatches} x {layout.rows}"
     return f"{how} {layout.style}" if layout.stages > 1 else how
 
@@ -169,7 +172,7 @@ def _render(found: Found, search: LayoutSearch, workload: Workload, console: Con
         padding=(0, 1, 0, 0),
         title=None if fits else "No layout fits; those that lack least:",
     )
-    # As wide as the longest word, so that a terminal of 80 columns has all of it.
+    # Columns are as wide as their longest word, so that the table fits a terminal of 80 columns.
     on_nvme = [("NVMe", 0)] if machine.nvme else []
     for heading, widest in (
         ("ranks", 12), ("micro-batches", 13), ("blocks", 9), ("device", 0), ("host", 0), *on_nvme,

@@ -1,4 +1,4 @@
-"""The fastest ways to train a model on a cluster (`castor plan`)."""
+"""Searches for the fastest layouts in which a model trains on a cluster (`castor plan`)."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ _WHOLE = Layout()
 
 
 class LayoutSearch:
-    """A model whose layouts are compared; what is recorded of it is kept."""
+    """Model whose layouts are compared. Recorded passes are kept and used again."""
 
     def __init__(self, config: Path, workload: Workload) -> None:
         """Reads the model.
 
         Args:
-            config: A config.json.
-            workload: Of all ranks together; its activations are not read, layouts have theirs.
+            config: Path of the model's config.json.
+            workload: The step of all ranks together. Its activations are not read: each layout
+                has its own.
 
         Raises:
             OSError, ValueError, ModuleNotFoundError: See castor.estimate.model.build.
@@ -55,26 +56,28 @@ class LayoutSearch:
         self._wholes: dict[Any, tuple[Whole, Whole]] = {}
         whole = self._model(_WHOLE)
         self.model_name = type(whole.model).__name__
-        """The class of the model."""
+        """Name of the model's class."""
         settings: Any = whole.model.config
         self._heads = int(getattr(settings, "num_attention_heads", 0) or 0)
         self._experts = min(count_experts(whole.model).values(), default=0)
         self._blocks = 0
         self.refused: dict[str, str] = {}
+        """Kinds of parallelism that the model does not support, with the reasons."""
         try:
             self._blocks = num_blocks(whole.model, whole.plan())
         except NotImplementedError as error:
             self.refused["stages"] = str(error)
         self.parameters = sum(param.numel() for param in whole.model.parameters())
+        """Number of the model's parameters."""
 
     def with_batch(self, batch: int) -> LayoutSearch:
-        """The same model with other samples in a step; both keep what is recorded."""
+        """Returns a search over the same model with another batch; both share recorded passes."""
         other = copy.copy(self)
         other.workload = replace(self.workload, batch=batch)
         return other
 
     def layouts(self, cluster: Cluster) -> list[Layout]:
-        """All that there are for the workload."""
+        """Returns all layouts of the workload on a cluster."""
         return list(
             layouts(
                 cluster,
@@ -87,10 +90,10 @@ class LayoutSearch:
         )
 
     def whole_pass(self, rows: int) -> StagePass:
-        """A micro-batch through all of the model on one rank.
+        """Returns a micro-batch of `rows` samples through the full model on one rank.
 
         Raises:
-            ValueError: It cannot be recorded on the meta device.
+            ValueError: The pass cannot be recorded on the meta device.
         """
         return self._rank(Layout(rows=rows), 0, 0).passes[0]
 
@@ -102,22 +105,30 @@ class LayoutSearch:
         shown: int = 5,
         told: Callable[[int, int], None] = lambda _done, _all: None,
     ) -> Found:
-        """The fastest layouts of the workload.
+        """Finds the fastest layouts of the workload.
 
-        All are bounded by what the whole model takes, divided evenly. In the order of these bounds
-        those that might be among the fastest get one of their own, with what divided sequences
-        and copies of chunks take, and in the order of that they are recorded and simulated. Those
-        that host and NVMe have no room for wait; where nothing fits, those among them are that may
-        lack least, one of each division, in a schedule that the device has room for, if any.
+        The search is best first, by lower bounds of a step's seconds:
+
+        1. Each layout gets a bound from the time of the full model, divided evenly.
+        2. A layout that might be among the fastest gets a bound of its own, which adds context
+           parallelism, chunk copies and NVMe.
+        3. A layout whose own bound might be among the fastest is recorded and simulated.
+
+        Layouts for which host and NVMe lack room are set aside. If no layout fits, those that may
+        lack least are simulated: one of each division, in a schedule that the device has room for,
+        if there is one.
 
         Args:
-            cluster: Where.
-            shown: How many are asked for. Of those that differ in micro-batches and schedule alone
-                the fastest is taken.
-            told: Is called with how many are simulated, and how many might be.
+            cluster: The ranks.
+            shown: Number of layouts to find. Of layouts that differ in micro-batches and schedule
+                alone, the fastest is taken.
+            told: Called with the number of simulated layouts and the number that might be.
+
+        Returns:
+            The fastest layouts that fit, or else those that lack least memory.
 
         Raises:
-            UsageError: The batch cannot be divided at all.
+            UsageError: The batch cannot be divided among the ranks.
             ValueError: The model's step cannot be recorded on the meta device.
         """
         every = self.layouts(cluster)
@@ -126,7 +137,7 @@ class LayoutSearch:
                 f"{self.workload.batch} samples cannot be divided among {cluster.ranks} ranks; "
                 "give a batch that is a multiple of as many copies of the model as train"
             )
-        # Of each the least it takes, and whether that is its own.
+        # (bound of seconds, number, whether the bound is the layout's own, layout)
         queue = [(bound, n, False, layout) for n, layout in enumerate(every)
                  for bound in self._bound(layout.undivided(), layout, cluster)]  # fmt: skip
         heapify(queue)
@@ -183,18 +194,18 @@ class LayoutSearch:
 
     @staticmethod
     def _keep(cost: LayoutCost, others: dict[Layout, LayoutCost], cluster: Cluster) -> None:
-        """Keeps the layout of least lack among those that differ in micro-batches and schedule."""
+        """Keeps the layout that lacks least among those that differ in schedule alone."""
         known, machine = others.get(cost.layout.division()), cluster.machine
         if known is None or cost.lacking(machine) < known.lacking(machine):
             others[cost.layout.division()] = cost
 
     def _bound(self, like: Layout, layout: Layout, cluster: Cluster) -> Iterator[float]:
-        """Seconds less than which a layout does not take; none where it is refused or too large.
+        """Yields a lower bound of a layout's seconds; nothing if it is refused or too large.
 
         Args:
-            like: The layout, or another that takes no less: one without divided sequences.
+            like: The layout, or a similar one that takes no less: without context parallelism.
             layout: The layout.
-            cluster: Where.
+            cluster: The ranks.
         """
         try:
             of_all = self._divided(layout, like, cluster)
@@ -206,7 +217,7 @@ class LayoutSearch:
             yield bound
 
     def _own_bound(self, layout: Layout, cluster: Cluster) -> Iterator[float]:
-        """Bounds the layout itself, with the least time of chunk copies and NVMe."""
+        """Yields the layout's own bound, with the least time of chunk copies and NVMe."""
         for bound in self._bound(layout, layout, cluster):
             of_all = self._divided(layout, layout, cluster)
             yield max(bound, least_of_copies(of_all), least_of_nvme(of_all))
@@ -219,16 +230,16 @@ class LayoutSearch:
         )  # fmt: skip
 
     def _layers_of(self, layout: Layout) -> list[int]:
-        """Blocks of each stage."""
+        """Returns the number of blocks of each stage."""
         count = layout.stages * layout.stages_per_rank
         return self._model(_WHOLE).layers_of(count) if count > 1 else [self._blocks]
 
     def _whole(self, like: Layout, cluster: Cluster) -> tuple[Whole, Whole]:
-        """The model with layers and sequences divided so, for one row and for two."""
+        """Returns the full model, with layers and sequences sharded, for one row and for two."""
         key = like.of_model(), cluster.machine, cluster.link
         if key not in self._wholes:
-            # A stage for each block is recorded soonest: those in between take as much as others,
-            # of which there are two.
+            # A stage for each block is recorded soonest: all middle stages cost the same, so that
+            # only the middle one, and one with two blocks, are recorded.
             stages = self._blocks if self._blocks > 3 else 1
             whole = replace(like.division(), stages=stages, data=1)
             of_one, of_two = (self._whole_of(replace(whole, rows=rows), cluster) for rows in (1, 2))
@@ -249,7 +260,7 @@ class LayoutSearch:
         seconds, kept = sum(map(seconds_in, passes)), sum(one.kept_bytes for one in passes)
         if whole.stages == 1:
             return Whole(seconds=seconds, kept_bytes=kept)
-        # What a stage takes beside its blocks is what a block more takes less.
+        # The difference of the two stages is one block; the rest is a stage's own overhead.
         one, two = passes[middle], self._two_blocks(whole, tile)
         block_seconds = seconds_in(two) - seconds_in(one)
         block_kept = two.kept_bytes - one.kept_bytes
@@ -264,15 +275,16 @@ class LayoutSearch:
         )
 
     def _two_blocks(self, whole: Layout, tile: int) -> StagePass:
-        """A stage of two, the second in the middle of the model."""
+        """Returns the pass of a stage of two blocks, the second in the middle of the model."""
         number, layers = whole.stages // 2 - 1, [1] * (whole.stages - 1)
         layers[number] = 2
         return self._record(whole, (number,), tile, layers).passes[number]
 
     def _known(self, layout: Layout, cluster: Cluster, limit: float) -> Iterator[LayoutCost]:
-        """Its cost; none where the model refuses it, or an end shows that it is not below a limit.
+        """Yields a layout's cost; nothing if the model refuses it or it is not below the limit.
 
-        Where there is a limit something else fits, and those that do not are of no interest.
+        With a finite limit another layout fits already. A layout that does not fit then yields
+        nothing either.
         """
         try:
             for ends in self._ends(layout, cluster, limit):
@@ -293,15 +305,15 @@ class LayoutSearch:
         """Returns the cost of a step of the workload in a layout.
 
         Raises:
-            UsageError, NotImplementedError: The model cannot be divided so.
-            ValueError: Its step cannot be recorded on the meta device.
+            UsageError, NotImplementedError: The model does not support the layout.
+            ValueError: The step cannot be recorded on the meta device.
         """
         return next(self._cost(layout, ends, cluster) for ends in self._ends(layout, cluster, inf))
 
     def _ends(
         self, layout: Layout, cluster: Cluster, limit: float
     ) -> Iterator[dict[int, tuple[SimulatedRank, End]]]:
-        """The first rank of the pipeline and the last; none where one is not below a limit."""
+        """Yields the first and the last rank of a pipeline; nothing if one exceeds the limit."""
         found = {}
         for rank in sorted({0, layout.stages - 1}):
             recorded = self._rank(layout, rank, cluster.machine.device_bytes)
@@ -324,7 +336,7 @@ class LayoutSearch:
         return cost_of(layout, stages, [end for _, end in ends.values()], cluster)
 
     def _stages(self, layout: Layout, ends: dict[int, StagePass], tile: int) -> list[StagePass]:
-        """A micro-batch in each stage. Of those in between, as many blocks take as much."""
+        """Returns the pass of each stage. Middle stages with as many blocks share one pass."""
         count = layout.stages * layout.stages_per_rank
         layers = self._model(_WHOLE).layers_of(count) if count > 1 else [0]
         alike = [(blocks, n == 0, n == count - 1) for n, blocks in enumerate(layers)]
@@ -354,7 +366,7 @@ class LayoutSearch:
     def _between(
         self, layout: Layout, stage: int, kind: tuple[int, bool, bool], tile: int
     ) -> StagePass:
-        """A stage that no end has one like; of any pipeline that has one of this kind."""
+        """Returns the pass of a middle stage, shared by all pipelines with one of this kind."""
         key = (layout.of_model(), kind, layout.style == "zbv", layout.rows, tile)
         if key not in self._passes:
             recorded = self._record(layout, (stage,), tile)
@@ -376,7 +388,7 @@ class LayoutSearch:
     def _record(
         self, layout: Layout, own: tuple[int, ...], tile: int, layers: Sequence[int] | None = None
     ) -> SimulatedRank:
-        """`layers`: blocks of each stage; None: as training divides them."""
+        """Records a rank's stages; `layers` are the blocks of each stage, None: as in training."""
         return self._model(layout).record(
             own,
             len(layers) if layers else layout.stages * layout.stages_per_rank,
@@ -392,7 +404,8 @@ class LayoutSearch:
 def _refusal(error: Exception, layout: Layout) -> Exception:
     """Returns castor's refusal of a layout; raises every other error.
 
-    Attention refuses what ranks that divide sequences cannot divide where it is called.
+    Attention raises NotImplementedError in its forward for what context parallelism does not
+    support; the recorded forward raises ValueError from it.
     """
     if not isinstance(error, ValueError):
         return error

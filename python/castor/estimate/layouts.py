@@ -1,4 +1,4 @@
-"""Ways to divide a model and its batch among ranks."""
+"""Layouts: ways to shard a model and its batch over ranks."""
 
 from __future__ import annotations
 
@@ -17,29 +17,33 @@ _LARGEST_MICROBATCH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout of ranks: the shards of model and data that each has."""
+    """Layout of ranks: the shards of model and data that each rank has."""
 
     tensor: int = 1
-    """Ranks that share layers."""
+    """Number of tensor-parallel ranks."""
     experts: int = 1
-    """... experts: the same ones, where layers are shared, and else each takes other samples."""
+    """Number of expert-parallel ranks: the tensor-parallel ones if `tensor` is above 1, otherwise
+    ranks that take different samples."""
     sequence: int = 1
-    """... sequences."""
+    """Number of context-parallel ranks."""
     mode: Mode = "all_to_all"
     """Mode of context parallelism."""
     tokens_between_layers: bool = False
-    """Whether the ranks that share layers have their tokens of what lies between."""
+    """Whether the tensor-parallel ranks shard the tokens between layers (sequence parallelism)."""
     stages: int = 1
-    """... the blocks of the model."""
+    """Number of ranks in a pipeline."""
     data: int = 1
-    """Copies of the model, which take other samples."""
+    """Number of data-parallel replicas, which take different samples."""
     style: PipelineStyle = "1f1b"
+    """Schedule of the pipeline."""
     stages_per_rank: int = 1
+    """Number of stages of each rank in a pipeline."""
     microbatches: int = 1
     """Number of micro-batches of a rank's samples."""
     rows: int = 1
-    """Samples of each."""
+    """Number of samples in a micro-batch."""
     activations: LayoutActivations = "keep"
+    """Whether the blocks' activations are kept or recomputed."""
 
     @property
     def ranks(self) -> int:
@@ -48,51 +52,51 @@ class Layout:
 
     @property
     def of_layers(self) -> int:
-        """Ranks that have the parts of a layer, or its experts."""
+        """Number of ranks that shard a layer or its experts."""
         return max(self.tensor, self.experts)
 
     @property
     def experts_alone(self) -> int:
-        """Ranks that share experts and take other samples."""
+        """Number of expert-parallel ranks that take different samples."""
         return self.experts if self.tensor == 1 else 1
 
     @property
     def simulated_microbatches(self) -> int:
-        """Memory and copies repeat when all that are ever under way have been."""
+        """Number of micro-batches to simulate: memory and copies repeat after that many."""
         return min(self.microbatches, 2 * self.stages)
 
     @property
     def replicas(self) -> int:
-        """Ranks that have the same parameters."""
+        """Number of ranks that have the same parameters."""
         return self.sequence * self.data
 
     @property
     def sequence_parallelism(self) -> str | None:
-        """HybridParallelPlugin's sequence_parallelism_mode; None: nobody has some tokens only."""
+        """HybridParallelPlugin's sequence_parallelism_mode; None: no rank shards tokens."""
         if self.tokens_between_layers:
             return BETWEEN_LAYERS
         return self.mode if self.sequence > 1 else None
 
     def stages_of(self, rank: int) -> list[int]:
-        """Numbers of the stages that a rank of a pipeline has."""
+        """Returns the numbers of the stages that a rank of a pipeline has."""
         if self.style == "zbv":
             return [rank, 2 * self.stages - 1 - rank]
         return list(range(rank, self.stages * self.stages_per_rank, self.stages))
 
     def division(self) -> Layout:
-        """The first of the layouts that differ in micro-batches and schedule alone."""
+        """Returns the layout with the default schedule; those that differ in schedule share it."""
         return replace(self, style="1f1b", stages_per_rank=1, microbatches=1, rows=1)
 
     def of_model(self) -> Layout:
-        """The first of the layouts whose ranks have the same part of each block."""
+        """Returns the layout of one stage and replica; those with the same shards share it."""
         return replace(self.division(), stages=1, data=1)
 
     def undivided(self) -> Layout:
-        """The same with whole sequences."""
+        """Returns the layout without context parallelism."""
         return replace(self, sequence=1, mode=Layout.mode)
 
     def arguments(self) -> dict[str, Any]:
-        """HybridParallelPlugin's."""
+        """Returns HybridParallelPlugin's arguments for the layout."""
         found: dict[str, Any] = {
             "tp_size": self.tensor,
             "sp_size": self.sequence,
@@ -113,17 +117,18 @@ class Layout:
 def layouts(
     cluster: Cluster, *, batch: int, sequence: int, blocks: int, heads: int, experts: int = 0
 ) -> Iterator[Layout]:
-    """All that castor can train with; whether they fit is another question.
+    """Yields all layouts that castor can train with, whether they fit or not.
 
-    Layers and sequences are divided within a node, where every layer's exchanges are cheap.
+    Tensor-, expert- and context-parallel ranks are on one node, where the collectives of every
+    layer are cheap.
 
     Args:
         cluster: The ranks.
         batch: Samples of a step, on all ranks together.
         sequence: Tokens in a sample.
-        blocks: That stages are cut from; 0: the model cannot be cut.
-        heads: Of attention; 0: they cannot be divided.
-        experts: Of each layer that has some; 0: there are none.
+        blocks: Number of blocks that stages are cut from; 0: the model cannot be cut.
+        heads: Number of attention heads; 0: they cannot be sharded.
+        experts: Number of experts in a layer of experts; 0: the model has no experts.
     """
     for layers in _divisors(min(cluster.ranks, cluster.ranks_per_node)):
         for divided in _divisors(cluster.ranks_per_node // layers):
@@ -149,7 +154,7 @@ def layouts(
 
 
 def _parts_of_layers(ranks: int, heads: int, experts: int) -> list[tuple[int, int]]:
-    """Among how many of these ranks layers may be divided, and their experts."""
+    """Returns the (tensor-parallel, expert-parallel) sizes that `ranks` ranks may have."""
     if ranks == 1:
         return [(1, 1)]
     by_heads = bool(heads) and heads % ranks == 0
@@ -160,7 +165,7 @@ def _parts_of_layers(ranks: int, heads: int, experts: int) -> list[tuple[int, in
 
 
 def _modes(tensor: int, divided: int, sequence: int, heads: int) -> list[Mode]:
-    """Returns the modes of context parallelism; one without meaning where there is none."""
+    """Returns the possible modes of context parallelism; the default one for a single rank."""
     if divided == 1:
         return ["all_to_all"]
     if not heads:
@@ -174,7 +179,7 @@ def _modes(tensor: int, divided: int, sequence: int, heads: int) -> list[Mode]:
 
 
 def _by_tokens(layout: Layout, sequence: int, heads: int) -> Iterator[Layout]:
-    """Yields the ways in which a layout's ranks may divide tokens."""
+    """Yields the ways in which a layout's ranks may shard tokens."""
     for mode in _modes(layout.tensor, layout.sequence, sequence, heads):
         yield replace(layout, mode=mode)
     if layout.tensor > 1 and layout.sequence == 1 and not sequence % layout.tensor:
@@ -197,7 +202,7 @@ def _schedules(layout: Layout, samples: int, blocks: int) -> Iterator[Layout]:
         if layout.stages > 1 and 2 * layout.stages <= blocks:
             styles.append(("zbv", 2))
         for style, each in styles:
-            # On a V weights' gradients come later, one by one: for each a forward would run again.
+            # "zbv" computes weights' gradients later, each of which would need a second forward.
             for activations in ("keep", *(("recompute",) if style != "zbv" else ())):
                 yield replace(
                     layout,

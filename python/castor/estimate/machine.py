@@ -1,4 +1,4 @@
-"""Machines that a step is predicted for: presets with their sources, and figures of one's own."""
+"""Machines that steps are predicted for: presets with their sources, or the user's figures."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ _PREFIXES = {"": 1.0, "G": 1e9, "T": 1e12, "P": 1e15}
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Sustained figures of one device and its host. Bytes, bytes per second, FLOP/s."""
+    """Sustained figures of one device and its host."""
 
     name: str
+    """Description of the machine."""
     device_bytes: int
-    """Device memory that training may take."""
+    """Bytes of device memory that training may take."""
     host_bytes: int
-    """Host memory that training may take."""
+    """Bytes of host memory that training may take."""
     h2d: float
-    """Bandwidth of the link from host to device."""
+    """Bytes per second of the link from host to device."""
     d2h: float
-    """Bandwidth of the link from device to host."""
+    """Bytes per second of the link from device to host."""
     dram: float
-    """Bandwidth of host memory, reads and writes together."""
+    """Bytes per second of host memory, reads and writes together."""
     flops: float
     """FLOP/s of matrix products in the working precision."""
     device_bandwidth: float | None
-    """Bandwidth of device memory; None: operators are counted by FLOPs alone."""
+    """Bytes per second of device memory; None: operators are counted by FLOPs alone."""
     operator_seconds: float | None = None
-    """Seconds of an operator beside its FLOPs and bytes; None: not counted."""
+    """Seconds that each operator takes beside its FLOPs and bytes; None: not counted."""
     nvme: float | None = None
-    """Bandwidth of NVMe, reads and writes together; None: there is none."""
+    """Bytes per second of NVMe, reads and writes together; None: the machine has no NVMe."""
     nvme_bytes: int | None = None
-    """NVMe bytes that training may take; None: as much as it needs."""
+    """Bytes of NVMe that training may take; None: as many as it needs."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -60,18 +61,18 @@ def _data() -> dict[str, Any]:
 
 
 def preset_names() -> list[str]:
-    """The presets there are, in the order of the data file."""
+    """Returns the names of the presets, in the order of presets.json."""
     return list(_data()["presets"])
 
 
 def preset(name: str, precision: Precision) -> Machine:
-    """A machine of presets.json: peaks of vendors times the sustained fractions there.
+    """Returns a machine of presets.json: vendors' peaks times the sustained fractions there.
 
-    Of the host's memory it has what GeminiPlugin's budget would be by default.
+    Its host memory is GeminiPlugin's default budget of the preset's host.
 
     Args:
         name: One of `preset_names`.
-        precision: Of the matrix products.
+        precision: Precision of the matrix products.
 
     Raises:
         ValueError: There is no such preset.
@@ -96,7 +97,7 @@ def preset(name: str, precision: Precision) -> Machine:
 
 
 def parse_flops(value: float | str, name: str) -> float:
-    """Reads a rate of computing.
+    """Parses a rate of computing.
 
     Args:
         value: FLOP/s, or a string such as "70T" or "70 TFLOP/s".
@@ -106,7 +107,7 @@ def parse_flops(value: float | str, name: str) -> float:
         FLOP/s, above 0.
 
     Raises:
-        ValueError: The string is no rate, or it is not above 0.
+        ValueError: The string is no rate, or the rate is not above 0.
     """
     if isinstance(value, str):
         match = _RATE.fullmatch(value)
@@ -133,28 +134,31 @@ def machine(
     nvme: int | str | None = None,
     nvme_memory: int | str | None = None,
 ) -> Machine:
-    """A machine from a preset, from figures, or from a preset with some figures replaced.
+    """Makes a machine from a preset, from figures, or from a preset with some figures replaced.
+
+    Sizes are bytes or strings such as "24GiB". Bandwidths are bytes per second or strings such as
+    "25GB/s".
 
     Args:
-        base: A preset, or None.
-        precision: Which of the preset's rates of computing counts.
-        device_memory: Bytes, or a size such as "24GiB".
-        host_memory: As device_memory.
-        h2d: Bytes per second from host to device, or a bandwidth such as "25GB/s".
-        d2h: From device to host. Without a preset, h2d by default.
-        dram: Of host memory, reads and writes together.
+        base: Name of a preset, or None.
+        precision: Precision whose rate of computing is taken from the preset.
+        device_memory: Size of device memory.
+        host_memory: Size of host memory.
+        h2d: Bandwidth from host to device.
+        d2h: Bandwidth from device to host. Without a preset, h2d by default.
+        dram: Bandwidth of host memory, reads and writes together.
         flops: FLOP/s of matrix products, or a rate such as "70T".
-        device_bandwidth: Of device memory. Without it and without a preset, operators take the time
-            of their FLOPs alone.
-        operator_us: Microseconds that an operator takes beside its FLOPs and bytes, above 0: to be
-            started, and to read weights of which few rows are multiplied. Default: not counted.
-        nvme: Of NVMe, reads and writes together ("mixed" of `castor io-bench`). Without it
-            there is no such tier.
-        nvme_memory: Bytes of it, or a size. Default: as much as is needed.
+        device_bandwidth: Bandwidth of device memory. Without it and without a preset, operators
+            take the time of their FLOPs alone.
+        operator_us: Microseconds, above 0, that an operator takes beside its FLOPs and bytes: its
+            launch, and reading weights that few rows are multiplied with. Default: not counted.
+        nvme: Bandwidth of NVMe, reads and writes together ("mixed" of `castor io-bench`). Without
+            it the machine has no NVMe tier.
+        nvme_memory: Size of NVMe. Default: as much as is needed.
 
     Raises:
-        ValueError: The preset is unknown, a figure is no size, bandwidth or rate, or figures are
-            missing while there is no preset.
+        ValueError: The preset is unknown, a figure is no size, bandwidth or rate, nvme_memory is
+            given without nvme, or figures are missing and there is no preset.
         TypeError: A figure has the wrong type.
     """
     sizes = {
@@ -193,10 +197,10 @@ def machine(
 
 
 def _microseconds(value: object, name: str) -> float:
-    """In seconds.
+    """Converts microseconds to seconds.
 
     Raises:
-        ValueError: It is no number above 0.
+        ValueError: The value is no number above 0.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name} is {value!r}; give microseconds, above 0")

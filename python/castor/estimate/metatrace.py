@@ -1,4 +1,4 @@
-"""One training step on the meta device: what runs in which order, and what it takes.
+"""Records one training step on the meta device: the order of its events, their work and memory.
 
 The step really runs, forward and backward, on tensors that have a shape and no memory. So the order
 of modules, the recomputation of checkpointed ones and the life of each activation are torch's own.
@@ -28,10 +28,10 @@ _aten = torch.ops.aten
 
 
 class BlockProfiler(Protocol):
-    """Keeps the passes through recomputed blocks of a step."""
+    """Profiler of a step's passes through recomputed blocks."""
 
     def begin(self, now: Callable[[], tuple[int, int]]) -> None:
-        """A step is about to be recorded; `now` gives its moments so far and its live bytes."""
+        """Begins a step, of which `now` gives the number of events so far and the live bytes."""
         ...
 
     def take(self) -> list[BlockRun]:
@@ -41,10 +41,10 @@ class BlockProfiler(Protocol):
 
 @dataclass(frozen=True)
 class Sent:
-    """The traffic of one rank in a collective operation."""
+    """Traffic of one rank in a collective operation."""
 
     among: str
-    """Ranks that take part."""
+    """Name of the group of ranks that take part."""
     operation: str
     """"all_reduce", "all_gather", "all_to_all" or "ring_shift"."""
     num_bytes: int
@@ -53,30 +53,32 @@ class Sent:
 
 @dataclass
 class Moment:
-    """The span from one event of a step to the next."""
+    """An event of a step, and the span from it to the next one."""
 
     kind: int
+    """Kind of the event, from castor.config.names."""
     position: int
     """Number of a module, or of a chunk whose gradients are complete."""
     nonmodel_bytes: int = 0
-    """Most bytes of tensors that are not parameters."""
+    """Peak bytes in the span of tensors that are not parameters."""
     live_bytes: int = 0
-    """Bytes at its begin."""
+    """Bytes of these tensors at the event."""
     work: list[Work] = field(default_factory=list)
-    """Work of each operator."""
+    """Work of each operator in the span."""
     sent: list[Sent] = field(default_factory=list)
-    """To other ranks, which are not there."""
+    """Traffic to other ranks, which are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step's moments, and the sizes of what was there before it."""
+    """A recorded step."""
 
     moments: list[Moment]
+    """Events, in order."""
     rows: int = 0
-    """Rows of its logits: samples times tokens."""
+    """Rows of the logits: samples times tokens."""
     runs: list[BlockRun] = field(default_factory=list)
-    """The passes through blocks that were recomputed."""
+    """Passes through recomputed blocks."""
 
     @property
     def flops(self) -> int:
@@ -85,7 +87,7 @@ class Step:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator. Experts' products in fp32 are there on devices, not on the meta device."""
+    """Runs an operator. The meta device lacks experts' products in fp32, which devices have."""
     if func is _aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
         left, right, *others = args
         return func(left.bfloat16(), right.bfloat16(), *others, **kwargs).to(left.dtype)
@@ -97,23 +99,23 @@ def _bytes_of(tensors: list[torch.Tensor]) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees each operator: its work, and the storages that it makes."""
+    """Mode that records the work of each operator, and the storages that it makes."""
 
     def __init__(self, held: list[torch.Tensor], results: Results) -> None:
         super().__init__()
         self.moments: list[Moment] = []
         self.live_bytes = 0
         self.events: _C.StepEvents | None = None
-        """Receiver of module events while recording: it holds this object as well."""
+        """Receiver of module events while recording; it refers to this object as well."""
         self._known: set[int] = set()  # keys of storages that are alive
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # that it has seen made
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # those made while recording
         self._results = results
         for tensor in held:
             self._know(tensor.untyped_storage())
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch asks: nothing recorded is compiled, and each operator would pay for that."""
+        """Tells torch that no operator is compiled, which would cost time for each."""
         return False
 
     def __torch_dispatch__(
@@ -121,8 +123,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return True  # "is nothing padded or packed?", which is what our batch is
-        view = is_view(func)  # as half of all are: nothing of them is worth remembering
+            return True  # a model asks whether nothing is padded or packed, as is so here
+        view = is_view(func)  # half of all operators; remembering them saves nothing
         key = None if view else key_of(func, args, kwargs)
         known = self._results.find(key)
         if known:
@@ -134,11 +136,11 @@ class Recorder(TorchDispatchMode):
             out = _run(func, args, kwargs)
             made = [tensor for tensor in tensors_in(out) if self.charge(tensor)]
             if view and not made:
-                return out  # nothing is read
+                return out  # a view reads nothing
             given = tensors_in([*args, *kwargs.values()])
             work = (flops_of(func, args, kwargs, out), _bytes_of([*given, *made]))
             if not (work[0] or made or func._schema.is_mutable):
-                work = None  # nor here
+                work = None  # nothing is read here either
             if not view:
                 self._results.add(key, given, out, made, work)
         if work and self.moments:
@@ -153,7 +155,7 @@ class Recorder(TorchDispatchMode):
         return key
 
     def charge(self, tensor: torch.Tensor) -> bool:
-        """Counts the storage of a tensor if it is new; says whether it is."""
+        """Counts the storage of a tensor if it is new; returns whether it is."""
         storage = tensor.untyped_storage()
         key = self._know(storage)
         if key is None:
@@ -170,18 +172,18 @@ class Recorder(TorchDispatchMode):
         self.live_bytes -= size
 
     def note(self) -> None:
-        """The current bytes count for the moment under way."""
+        """Raises the latest event's peak to the current bytes."""
         if self.moments:
             moment = self.moments[-1]
             moment.nonmodel_bytes = max(moment.nonmodel_bytes, self.live_bytes)
 
     def send(self, sent: Sent) -> None:
-        """Other ranks are given something."""
+        """Adds a collective to the latest event."""
         if self.moments:
             self.moments[-1].sent.append(sent)
 
     def event(self, kind: int, position: int) -> None:
-        """Something happens: a new moment begins. As the runtime is told of it (step_events.h)."""
+        """Begins a new event, with the arguments that the runtime gets (step_events.h)."""
         self.moments.append(Moment(kind, position, live_bytes=self.live_bytes))
         self.note()
 
@@ -198,12 +200,15 @@ def _attention(
     *,
     device: str = "cuda",
 ) -> torch.Tensor:
-    """Shapes (batch, heads, positions, width), as of scaled_dot_product_attention."""
+    """Computes scaled_dot_product_attention by an operator that the device would run.
+
+    Tensors are (batch, heads, positions, width).
+    """
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key = key.repeat_interleave(groups, -3)
         value = value.repeat_interleave(groups, -3)
-    # The CPU's kernel has no dropout, and other devices have no kernel.
+    # The CPU's fused kernel has no dropout, and devices other than CPU and CUDA have none.
     if device != "cuda" and (device != "cpu" or dropout_p > 0.0):
         by_scores: torch.Tensor = _aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
@@ -222,9 +227,9 @@ def _attention(
 
 @contextmanager
 def _fused_attention(*, device: str = "cuda") -> Iterator[None]:
-    """Attention as devices run it, without the matrix of scores: the meta device would make one.
+    """Has attention run as on devices; the meta device would make a matrix of scores.
 
-    Replaced in torch itself: a mode would not see what backward computes again.
+    The function is replaced in torch itself, since a mode would not see what backward recomputes.
     """
     functional: Any = nn.functional
     before = functional.scaled_dot_product_attention
@@ -254,14 +259,14 @@ def recording(
     device: str = "cuda",
     results: Results | None = None,
 ) -> Iterator[Recorder]:
-    """In it what a meta model computes is kept.
+    """Records what a meta model computes within the context.
 
     Args:
-        spec: What castor sees of it.
-        simulator: In which the model is laid out in chunks.
-        held: Tensors that are there throughout, other than parameters.
-        device: The type of that where it would compute.
-        results: Those of operators that earlier recordings have met; they are added to.
+        spec: The model's structure as castor sees it.
+        simulator: The simulator, with the model laid out in chunks.
+        held: Tensors other than parameters that exist throughout.
+        device: Type of the device that the model would run on.
+        results: Known results of operators, which the recording adds to.
     """
     recorder = Recorder([*spec.params], Results() if results is None else results)
     events = simulator.follow(spec.params, recorder.event)
@@ -276,11 +281,11 @@ def recording(
 
 
 def call(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
-    """One forward of a meta model; its outputs.
+    """Runs one forward of a meta model, and returns its outputs.
 
     Raises:
-        ValueError: It depends on values, which meta tensors lack (experts that are chosen by data,
-            say), or raises; what it has raised is the cause.
+        ValueError: The forward raised an exception, which is the cause. It may depend on values,
+            such as a choice of experts, which meta tensors lack.
     """
     try:
         return model(**inputs)
@@ -292,10 +297,10 @@ def call(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
 
 
 def run(model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """One forward of a meta model with a loss, which is what it gives.
+    """Runs one forward of a meta model, and returns its loss.
 
     Raises:
-        ValueError: See call; or it has none for these inputs.
+        ValueError: The forward raised an exception (see `call`), or the outputs have no loss.
     """
     return _loss_of(call(model, inputs), model, inputs)
 
@@ -317,14 +322,15 @@ def halve(
     recorder: Recorder,
     spec: ModelSpec,
 ) -> Callable[[], None]:
-    """Computes the gradients of a stage's inputs; gives what computes those of its weights.
+    """Computes the gradient of a stage's input; returns a function for those of its weights.
 
     Args:
-        output: Of the stage.
-        grad: Of that; None: 1.
-        received: Its inputs; None: the first stage has none, and all its gradients come later.
-        recorder: Of the pass.
-        spec: What castor sees of the model.
+        output: The stage output.
+        grad: Gradient of the output; None: 1.
+        received: The stage input; None: the first stage has none, and the returned function
+            computes all gradients.
+        recorder: Recorder of the pass.
+        spec: The model's structure as castor sees it.
     """
     if received is None:
         return lambda: output.backward(grad)
@@ -354,22 +360,22 @@ def record_step(
     device: str = "cuda",
     keeps_output: bool = False,
 ) -> Step:
-    """Runs one forward and backward of a meta model.
+    """Records one forward and backward of a meta model.
 
     Args:
-        model: On the meta device, in training mode and in its working precision.
-        spec: What castor sees of it.
-        inputs: Keyword arguments of its forward, on the meta device, with labels.
-        simulator: In which the model is laid out in chunks.
-        blocks: What keeps the passes through recomputed blocks; None: no block is.
-        device: The type of that where it would compute.
-        keeps_output: Whether the loop has the forward's outputs until backward is over.
+        model: The model on the meta device, in training mode and in its working precision.
+        spec: The model's structure as castor sees it.
+        inputs: Keyword arguments of the forward, on the meta device, with labels.
+        simulator: The simulator, with the model laid out in chunks.
+        blocks: Profiler of the passes through recomputed blocks; None: no block is recomputed.
+        device: Type of the device that the model would run on.
+        keeps_output: Whether the training loop holds the forward's outputs until backward is over.
 
     Returns:
-        The step's moments, in order.
+        The recorded step.
 
     Raises:
-        ValueError: See run.
+        ValueError: See `run`.
     """
     held = (*model.buffers(), *inputs.values())
     with recording(spec, simulator, held, device=device) as recorder:

@@ -1,4 +1,4 @@
-"""Models from Hugging Face configs, on the meta device: shapes without weights."""
+"""Builds models of Hugging Face configs on the meta device: shapes without weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from castor.runtime.tensor_types import tensor_types
 
 _NUMBERS_OF_TOKENS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 SHORTEST_SEQUENCE = 2
-"""Tokens of which one can be told from another."""
+"""Tokens of the shortest sample whose loss has one token predict another."""
 _RELEASED_IN = ("fp8", "mxfp4")
-"""Formats in which models are published that were trained in 16 bits: DeepSeek-V3, gpt-oss."""
+"""Formats of published weights whose models train in 16 bits: DeepSeek-V3, gpt-oss."""
 _UNBOUNDED = 2**24
-"""Tokens of a sample of a model whose config names no limit."""
+"""Limit of a sample's tokens for a model whose config names none."""
 
 
 def _transformers() -> ModuleType:
@@ -40,7 +40,7 @@ def _transformers() -> ModuleType:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' remarks on a config, which are about training."""
+    """Silences transformers' remarks on a config, which are about training."""
     logging = _transformers().utils.logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -52,10 +52,10 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def without_full_collections() -> Iterator[None]:
-    """Python's collector looks at what is young alone.
+    """Has Python's garbage collector look at young objects only.
 
-    A search makes little that lasts and that only the collector can free, and each full
-    collection goes through the modules of all models: a tenth of its time.
+    A search leaves few lasting objects that only the collector can free. A full collection visits
+    the modules of all models, which would take a tenth of the search's time.
     """
     before = gc.get_threshold()
     gc.set_threshold(*before[:2], 1_000_000)
@@ -70,7 +70,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is not a config of a Hugging Face model, or of a quantised one.
+        ValueError: The file is no config of a Hugging Face model, or the model is quantised in
+            another format than those that 16-bit models are released in.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -89,13 +90,13 @@ def read_config(path: Path) -> dict[str, Any]:
                 "parameters take other bytes than the precision says; take that out of a copy of "
                 "the file to estimate the model as it was before, with --qlora for 4 bits"
             )
-        # What trains are its weights in the precision, as from_pretrained gives them.
+        # Training has the weights in the working precision, as from_pretrained loads them.
         document = {k: v for k, v in document.items() if k != "quantization_config"}
     return document
 
 
 def _class_of(transformers: ModuleType, document: dict[str, Any], config: Any) -> Any:
-    """The class that 'architectures' names, or the causal language model of the type."""
+    """Returns the class that 'architectures' names, or the type's causal language model."""
     names = document.get("architectures") or []
     if names:
         found = getattr(transformers, str(names[0]), None)
@@ -112,12 +113,12 @@ def _class_of(transformers: ModuleType, document: dict[str, Any], config: Any) -
 
 
 def without_values() -> TorchFunctionMode:
-    """Returns a context in which initialisers draw nothing."""
+    """Returns a context in which parameter initialisers draw no values."""
     return _WithoutValues()
 
 
 class _WithoutValues(TorchFunctionMode):
-    """In it no values are drawn: tensors have none, and finding that out takes time."""
+    """Context that skips initialisers: meta tensors have no values, and drawing takes time."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -132,16 +133,16 @@ def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
     """Builds the model of a config.json in training mode on the meta device.
 
     Args:
-        path: The config; code that it names elsewhere is not run.
-        dtype: The working precision; parameters and buffers that training keeps in float32 have
-            that type here too.
+        path: Path of the config. Remote code that the config names is not run.
+        dtype: The working precision. Parameters and buffers that training keeps in float32 are
+            float32 here too.
 
     Returns:
         The model; its parameters take no memory.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: transformers cannot build a model of it.
+        ValueError: transformers cannot build a model of the config.
         ModuleNotFoundError: transformers is not installed.
     """
     document = read_config(path)
@@ -154,13 +155,13 @@ def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
                 config.is_encoder_decoder
                 and getattr(config, "decoder_start_token_id", None) is None
             ):
-                config.decoder_start_token_id = 0  # its value, of no meaning here, is asked for
+                config.decoder_start_token_id = 0  # required, but its value does not matter here
             architecture = _class_of(transformers, document, config)
             with torch.device("meta"), _WithoutValues():
                 model: nn.Module = architecture(config)
             model.tie_weights()  # type: ignore[operator]
         except Exception as error:
-            # Whatever a config may break: transformers checks few of its values.
+            # Any exception: transformers checks few values of a config.
             raise ValueError(
                 f"{path}: transformers {transformers.__version__} cannot build this model: "
                 f"{type(error).__name__}: {error}"
@@ -173,15 +174,18 @@ def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
 
 
 def build_by_name(path: Path) -> nn.Module | None:
-    """Builds the model that a config.json names on the meta device, for the names of its weights.
+    """Builds a config's model on the meta device for the names of its weights.
+
+    Args:
+        path: Path of the config.json.
 
     Returns:
-        None where transformers has no conversions of its own for the weights: it does not know
-        the type of the model, whose code lies elsewhere, or the weights are quantised.
+        The model; None if transformers has no conversions for the weights. That is so if it does
+        not know the model's type, if the model has remote code, or if the weights are quantised.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: transformers cannot build it.
+        ValueError: transformers cannot build the model.
         ModuleNotFoundError: transformers is not installed.
     """
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -204,12 +208,16 @@ def build_by_name(path: Path) -> nn.Module | None:
 
 
 def make_inputs(model: nn.Module, *, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-    """Inputs with labels, on the meta device.
+    """Makes inputs with labels, on the meta device.
 
     Args:
-        model: From `build`.
-        batch: Samples in a batch.
-        sequence: Tokens in a sample; for images, whose size the config gives, not used in shapes.
+        model: The model, from `build`.
+        batch: Number of samples.
+        sequence: Tokens in a sample; not used for images, whose size the config gives.
+
+    Returns:
+        Keyword arguments of the model's forward: "input_ids" (batch, sequence) in int64 or
+        "pixel_values" (batch, channels, height, width) in the model's dtype, and "labels".
 
     Raises:
         ValueError: The sequence is longer than the model's positions, or the model takes neither
@@ -244,13 +252,13 @@ def make_inputs(model: nn.Module, *, batch: int, sequence: int) -> dict[str, tor
 
 
 def _positions(config: Any) -> dict[str, int]:
-    """Returns the limits of a sample's tokens in a config."""
+    """Returns the limits that a config sets on a sample's tokens, by name."""
     found = {name: getattr(config, name, None) for name in _NUMBERS_OF_TOKENS}
     return {name: n for name, n in found.items() if isinstance(n, int) and n > 0}
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """Tokens of the longest sample that a model from `build` takes; None where it takes images."""
+    """Returns the most tokens of a sample for a model from `build`; None if it takes images."""
     if getattr(model, "main_input_name", "") == "pixel_values":
         return None
     return min(_positions(model.config).values(), default=_UNBOUNDED)

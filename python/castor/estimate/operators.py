@@ -1,4 +1,4 @@
-"""Runs operators on tensors without memory, and counts their work."""
+"""Counts the work of operators, and remembers their results on tensors without memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _Geometry = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Returns the FLOPs of matrix products, convolutions and attention; 0 of others."""
+    """Returns the FLOPs of matrix products, convolutions and attention; 0 for other operators."""
     if func is _aten._grouped_mm.default:  # experts; torch has no formula for it
         left, right = args[0], args[1]
         rows = left.size(0) if left.dim() == 2 else left.size(0) * left.size(1)
         return int(2 * rows * left.size(-1) * right.size(-1))
-    if func in (_on_host.default, _back_on_host.default):  # a ring's blocks; nor for these
+    if func in (_on_host.default, _back_on_host.default):  # ring attention; no formula either
         forward = func is _on_host.default
         query, key, value = args[:3] if forward else args[1:4]
-        of_scores, of_values = (1, 1) if forward else (3, 2)  # products, each of as many pairs
+        of_scores, of_values = (1, 1) if forward else (3, 2)  # number of products
         pairs = query.shape[:-1].numel() * key.size(-2)
         return int(2 * pairs * (of_scores * query.size(-1) + of_values * value.size(-1)))
     formula = flop_registry.get(func._overloadpacket)
@@ -37,7 +37,7 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 @cache
 def is_view(func: Any) -> bool:
-    """Whether what an operator gives lies in the memory of its arguments, which it only reads."""
+    """Whether an operator's results are views of its arguments, which it only reads."""
     schema = func._schema
     given = [of.alias_info for of in schema.returns]
     return func is _aten._unsafe_view.default or (
@@ -46,7 +46,7 @@ def is_view(func: Any) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors of an operator's arguments or results, in lists and tuples too."""
+    """Returns the tensors among an operator's arguments or results, also in lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, list | tuple):
@@ -56,17 +56,17 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Result:
-    """The results of an operator for arguments of the same shapes."""
+    """Results of an operator for arguments of the same shapes."""
 
     geometries: tuple[_Geometry | None, ...]
-    """Empty: it writes its first argument, and gives that."""
+    """Geometry of each result; empty: the operator writes its first argument and returns that."""
     kind: type | None
-    """Type of the sequence that holds them; None: a single tensor."""
+    """Type of the sequence that holds the results; None: a single tensor."""
     work: Work | None
-    """None: it is not counted."""
+    """Work of the operator; None: it is not counted."""
 
     def make(self, args: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
-        """Such results once more, and the tensors in them."""
+        """Makes new results of the same geometry; returns them and the tensors in them."""
         if not self.geometries:
             return args[0], [args[0]]
         made = [
@@ -78,13 +78,15 @@ class Result:
 
 
 class Results:
-    """Remembers the results of operators by the shapes of their arguments.
+    """Cache of operators' results, by the shapes of their arguments.
 
-    The blocks of a model ask for the same ones again and again, and torch works shapes out in
-    Python, which is most of what a recorded step takes. Only operators count that change nothing
-    and whose results have memory of their own, and those that write into a tensor and give it as it
-    was: what these make depends on shapes, strides and types alone, and on arguments that are no
-    tensors.
+    The blocks of a model run the same operators again and again. torch computes shapes in Python,
+    which takes most of the time of a recorded step. Two kinds of operators are remembered:
+
+    - those that change nothing and whose results have memory of their own;
+    - those that write their first argument and return it in the same shape.
+
+    Their results depend only on shapes, strides, types and the arguments that are no tensors.
     """
 
     def __init__(self) -> None:
@@ -102,14 +104,14 @@ class Results:
         made: Sequence[torch.Tensor],
         work: Any,
     ) -> None:
-        """Remembers what an operator returned, if it counts.
+        """Remembers an operator's results, if it is of a kind that is remembered.
 
         Args:
-            key: From `key_of`.
-            given: The tensors in its arguments.
-            out: What it returned.
-            made: The tensors in it whose memory was not known.
-            work: What it took; None: it is not counted.
+            key: Key of the operator and its arguments, from `key_of`.
+            given: The tensors among the arguments.
+            out: The results.
+            made: The tensors among the results whose memory was not known before.
+            work: Work of the operator; None: it is not counted.
         """
         if key[0]._schema.is_mutable:
             if _writes_first(key[0]) and out is given[0] and out.is_meta:
@@ -128,7 +130,7 @@ class Results:
 
 @cache
 def _writes_first(func: Any) -> bool:
-    """Whether an operator writes its first argument, whose shape stays, and gives that alone."""
+    """Whether an operator writes its first argument only, keeps its shape and returns it alone."""
     schema = func._schema
     written = [of.alias_info is not None and of.alias_info.is_write for of in schema.arguments]
     only_first = written[:1] == [True] and not any(written[1:]) and len(schema.returns) == 1
@@ -153,7 +155,7 @@ def _geometry(tensor: torch.Tensor) -> _Geometry:
 
 
 def _is_whole(tensor: torch.Tensor, shared: set[int]) -> bool:
-    """Whether it has memory as a new tensor of its geometry has, and none that is shared."""
+    """Whether a tensor has memory of its own, as large as that of a new one of its geometry."""
     if tensor.layout != torch.strided or tensor.device.type != "meta" or tensor.is_conj():
         return False
     size, stride, dtype = _geometry(tensor)

@@ -1,4 +1,4 @@
-"""An estimate as a person reads it."""
+"""Prints an estimate as a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BOUNDS = {
 
 
 def _activations(estimate: Estimate) -> str:
-    """The decisions, and what they leave."""
+    """Describes the decisions on activations, and the bytes that remain."""
     found = f"at most {size(estimate.nonmodel_bytes)} beside chunks"
     if estimate.blocks:
         found += f"; {estimate.recomputed_blocks} of {estimate.blocks} blocks are recomputed"
@@ -32,7 +32,7 @@ def _activations(estimate: Estimate) -> str:
 
 
 def render(estimate: Estimate, workload: Workload, machine: Machine, console: Console) -> None:
-    """Prints what a step takes, and what it would need if it does not fit."""
+    """Prints an estimate, and what would make the step fit if it does not."""
     console.print(
         f"{estimate.parameters / 1e9:.2f}B parameters, batch {workload.batch} x "
         f"{workload.sequence} tokens, {workload.precision}, {workload.optimizer}, state format "

@@ -1,4 +1,4 @@
-"""The scaling of a model's step with the ranks of a cluster (`castor scaling`)."""
+"""Predicts how a model's step scales with the ranks of a cluster (`castor scaling`)."""
 
 from __future__ import annotations
 
@@ -14,53 +14,54 @@ from castor.estimate.layout_search import LayoutSearch
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Steps on so many ranks."""
+    """One point of a scaling curve: a step on a number of ranks."""
 
     ranks: int
+    """Number of ranks."""
     batch: int
     """Samples in a step."""
     sequence: int
     """Tokens in a sample."""
     cost: LayoutCost | None
-    """Cost of the fastest layout; None: none fits."""
+    """Cost of the fastest layout; None: no layout fits."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all ranks; 0 where none fits."""
+        """Tokens per second of all ranks; 0 if no layout fits."""
         return self.batch * self.sequence / self.cost.seconds if self.cost else 0.0
 
     def of_linear(self, first: Point) -> float:
-        """Returns a rank's throughput over that at another point, which fits."""
+        """Returns the throughput per rank as a fraction of that at `first`, which must fit."""
         return self.tokens_per_second / self.ranks / (first.tokens_per_second / first.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Two curves, fewest ranks first."""
+    """Weak and strong scaling curve, fewest ranks first."""
 
     weak: list[Point]
-    """Points with equal samples a rank."""
+    """Points with the same number of samples per rank."""
     strong: list[Point]
-    """Points with equal samples in all, where the ranks divide them."""
+    """Points with the same number of samples in all, for ranks that can divide them."""
 
 
 def first_that_fits(points: list[Point]) -> Point | None:
-    """Returns the point that a curve is compared with."""
+    """Returns the first point that fits, which a curve is compared with; None: none fits."""
     return next((point for point in points if point.cost), None)
 
 
 def sizes(cluster: Cluster, most: int) -> list[Cluster]:
-    """The cluster with fewer ranks and with more: parts of a node, then whole nodes, by doubling.
+    """Returns the cluster in other sizes: fractions of a node, then full nodes, by doubling.
 
-    A rank has the same share of its node everywhere.
+    A rank has the same share of its node in every size.
 
     Args:
-        cluster: As it was described.
-        most: Ranks.
+        cluster: The cluster as described.
+        most: Number of ranks of the largest size, at most.
 
     Raises:
-        UsageError: There are several nodes, and nothing says what joins them; or none is small
-            enough.
+        UsageError: A size has several nodes and the description has no network, or `most` is below
+            1.
     """
     each = cluster.ranks_per_node
     counts = [n for n in _doubled(1, each - 1) if n <= most]
@@ -85,16 +86,17 @@ def scaling(
     most: int = 1024,
     told: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> Scaling:
-    """The fastest layout on ranks from one to `most`, by doubling.
+    """Finds the fastest layout on one to `most` ranks, by doubling.
 
     Args:
-        search: Of the model; its workload is that of the cluster as described.
-        cluster: As described.
-        most: Ranks.
-        told: Is called with how many searches are over, and how many there are.
+        search: The model's layouts; its workload is that of the cluster as described.
+        cluster: The cluster as described.
+        most: Number of ranks of the last point, at most.
+        told: Called with the number of finished searches and the number of all.
 
     Raises:
-        UsageError: The samples of the workload are no multiple of the cluster's ranks; see sizes.
+        UsageError: The samples of the workload are no multiple of the cluster's ranks, or `sizes`
+            raises it.
         ValueError: See LayoutSearch.search.
     """
     batch = search.workload.batch

@@ -23,26 +23,26 @@ _COLOURS = {
     "bubble": "--nonmodel",
     "processors": "--exp_avg_sq",
 }
-"""The page's, of what a step is busy with."""
+"""Colours of the resources of LayoutCost.busy: names of variables in page.css."""
 
 
 _LINES = {"simulated": "series", "linear": "budget"}
-"""Legend of the speeds: names of lines, and their classes in page.css."""
+"""Legend of the chart of speeds: names of lines, and their classes in page.css."""
 _STYLE = """
 .plot svg text { font-size: 13px; }
 @media (max-width: 560px) { .plot svg text { font-size: 22px; } }
 """
-"""Charts are as wide as the page, and their texts with them: larger ones on a telephone."""
+"""Style of the charts' texts: charts scale with the page, so a telephone needs larger texts."""
 
 
 def scaling_page(found: Scaling, model: str, title: str, remarks: Sequence[str]) -> str:
-    """The page's text.
+    """Returns the HTML of the page.
 
     Args:
         found: The curves.
-        model: The class of the model.
-        title: Its size and the cluster, in a line.
-        remarks: What holds of all of it, a paragraph each.
+        model: Name of the model's class.
+        title: One line about the model's size and the cluster.
+        remarks: Remarks on all curves, a paragraph each; empty ones are left out.
     """
     style = (resources.files("castor.report") / "page" / "page.css").read_text(encoding="utf-8")
     curves = (
@@ -90,7 +90,7 @@ def _section(name: str, how: str, points: list[Point]) -> str:
 
 
 def _speeds(points: list[Point], first: Point) -> str:
-    """Tokens per second over ranks, both by doubling, beside what is linear."""
+    """Draws tokens per second over ranks, both on a log scale, beside linear scaling."""
     fitting = [point for point in points if point.cost]
     linear = [first.tokens_per_second / first.ranks * point.ranks for point in fitting]
     speeds = [point.tokens_per_second for point in fitting]
@@ -125,7 +125,7 @@ def _speeds(points: list[Point], first: Point) -> str:
 
 
 def _shares(points: list[Point]) -> str:
-    """Draws the shares of a step's seconds, a column for each number of ranks."""
+    """Draws the shares of a step's seconds by resource, a column for each number of ranks."""
     height = _HEIGHT - _TOP - _BOTTOM
     wide = 0.7 * (_WIDTH - _LEFT - _RIGHT) / len(points)
     parts = [_axis(points)]
@@ -187,7 +187,7 @@ def _table(points: list[Point], first: Point | None) -> str:
 
 
 def _places(count: int) -> list[float]:
-    """Returns evenly spaced places of columns: ranks double."""
+    """Returns evenly spaced x coordinates of columns, since ranks double."""
     step = (_WIDTH - _LEFT - _RIGHT) / count
     return [_LEFT + (n + 0.5) * step for n in range(count)]
 
@@ -213,7 +213,10 @@ def _svg(body: str, label: str) -> str:
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """Between two others: powers of ten, and where there are few of these 2 and 5 times them."""
+    """Returns the round numbers from `low` to `high`: powers of ten, and 2 and 5 times them.
+
+    From three decades on there are powers of ten only.
+    """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if math.log10(high / low) < _FEW_DECADES else (1,)
     return [f * 10.0**n for n in powers for f in factors if low <= f * 10.0**n <= high]

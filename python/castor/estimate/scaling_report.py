@@ -1,4 +1,4 @@
-"""Scaling curves as a person reads them: tables, and a page."""
+"""Shows scaling curves as tables, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -40,12 +40,15 @@ def scale_and_show(
     """Predicts steps on one rank to `most`, prints them, and writes the page.
 
     Args:
-        config: A config.json.
-        cluster: A description; see Cluster.of.
-        workload: On the cluster as described.
-        console: Where they are printed.
-        most: Ranks.
-        output: Where the page goes.
+        config: Path of the model's config.json.
+        cluster: Path of the cluster's description; see Cluster.of.
+        workload: The step of the cluster as described.
+        console: The console that the tables are printed on.
+        most: Number of ranks of the last point, at most.
+        output: Path of the page; None: no page is written.
+
+    Returns:
+        The curves.
 
     Raises:
         OSError: A file cannot be read or written.
@@ -81,7 +84,7 @@ def scale_and_show(
 
 
 def as_json(found: Scaling) -> dict[str, Any]:
-    """The figures that `castor scaling --json` prints."""
+    """Returns the figures that `castor scaling --json` prints."""
 
     def figures(point: Point) -> dict[str, Any]:
         cost = point.cost

@@ -1,4 +1,4 @@
-"""Finds the largest of what fits."""
+"""Finds the largest number whose need fits a budget."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def largest(
     most: int,
     least: int = 1,
 ) -> int:
-    """The largest number in [least, most] that needs at most `budget`; 0 if `least` needs more.
+    """Returns the largest number in [least, most] that needs at most `budget`; 0: none does.
 
-    It was asked what that number needs, and the next one, if there is one.
+    `needed` has been called with that number, and with the next one if that is in the interval.
 
     Args:
-        needed: By a number. It grows with the number, nearly in proportion: what it needs twice
-            gives the next guess, and every sixth guess halves the interval, so that a curve cannot
-            make the search long.
-        budget: What there is.
-        fixed: About what 0 would need, for the second guess.
+        needed: Gives the need of a number. It must grow with the number, nearly in proportion. The
+            last two needs give the next guess by a straight line. Every sixth guess halves the
+            interval, so that the search stays short on a curve.
+        budget: The budget.
+        fixed: About the need of 0, for the second guess.
         start: The first guess.
         most: The largest number.
         least: The smallest number.
@@ -44,6 +44,6 @@ def largest(
             guess = 2 * low if high > most else (low + high) // 2
         else:
             guess += int((budget - need) / slope)
-        # The first neighbour of a bound that fits or does not ends the search.
+        # The search ends once neighbours are known to fit and not to fit.
         guess = max(low + 1, min(guess, high - 1))
     return low if low >= least else 0

@@ -1,8 +1,8 @@
-"""One rank's shard of a model on the meta device: what its stages do with a micro-batch.
+"""Records one rank's stages of a model on the meta device, with a micro-batch.
 
 Layers, sequences and blocks are sharded by the code that shards them in training. The other ranks
-are simulated (castor.estimate.simulated_tensor_ranks), so modules, activations and collectives are
-those of a rank, not formulas.
+are simulated (castor.estimate.simulated_tensor_ranks). So modules, activations and collectives are
+those of a real rank instead of formulas.
 """
 
 from __future__ import annotations
@@ -45,26 +45,27 @@ from castor.runtime.spec import ModelSpec
 
 _LABELS = "labels"
 _OF_EVERY_BLOCK = ("output_router_logits", "output_hidden_states", "output_attentions")
-"""Outputs that a config may ask of a forward."""
+"""Settings of a config by which a forward returns something of every block."""
 TENSOR, SEQUENCE = "tensor", "sequence"
 """Names of the tensor- or expert-parallel ranks, and of the context-parallel ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePass:
-    """A micro-batch through a stage, alone."""
+    """Pass of a micro-batch through a stage, with no other micro-batch under way."""
 
     forward: list[Moment]
+    """Events of the forward."""
     backward: list[Moment]
-    """All of it, but for what is in of_weights."""
+    """Events of the backward, without those of `of_weights`."""
     of_weights: list[Moment]
-    """Gradients of weights, where these come later."""
+    """Events of the weights' gradients, if the backward is split; else empty."""
     kept_bytes: int
-    """Between forward and backward; its inputs included."""
+    """Bytes between forward and backward, the stage input included."""
     kept_for_weights: int
-    """Between the halves of a backward."""
+    """Bytes between the halves of a split backward."""
     sent_bytes: int
-    """Bytes of the hidden states for the next stage, and of their gradients."""
+    """Bytes of the stage output; its gradient, which comes back, takes as many."""
 
     @property
     def flops(self) -> int:
@@ -75,27 +76,29 @@ class StagePass:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRank:
-    """A rank of the pipeline and its stages."""
+    """A rank of a pipeline and its stages."""
 
     simulator: _C.Simulator
+    """Simulator of the rank's chunks."""
     laid_out: Callable[..., _C.Simulator]
-    """It in other chunks; see lay_out."""
+    """Lays the rank's parameters out in other chunks; see lay_out."""
     passes: dict[int, StagePass]
-    """By number of the stage."""
+    """Passes of a micro-batch, by number of the stage."""
     param_bytes: int
-    """Trainable or not, tied ones once."""
+    """Bytes of the parameters, trainable or not; tied ones count once."""
     settled_bytes: int
-    """Bytes of parameters whose gradients ranks with other samples sum: they share experts."""
+    """Bytes of the parameters outside experts, whose gradients the expert-parallel ranks with
+    different samples sum."""
     element_bytes: int
     """Bytes of a parameter's element."""
 
     def of_replicas(self, replicas: int) -> SimulatedRank:
-        """Returns the rank as one of so many replicas, for which chunks are made."""
+        """Returns the rank as one of several replicas, with chunks laid out for their number."""
         return replace(self, simulator=self.laid_out(num_ranks=replicas))
 
 
 class SimulatedModel:
-    """A model whose layers and sequences several ranks divide; any stages of it can be recorded."""
+    """Model whose layers and sequences are sharded, and whose stages can be recorded."""
 
     def __init__(
         self,
@@ -111,25 +114,27 @@ class SimulatedModel:
         divide_tokens: bool = False,
         results: Results | None = None,
     ) -> None:
-        """Builds the model and divides it.
+        """Builds the model and shards it.
 
         Args:
-            config: A config.json.
-            precision: Of parameters and computing.
-            state_format: Of the optimizer state.
-            rule: Of the optimizer.
-            tensor_size: Ranks that share layers.
-            expert_size: ... experts: as many, or tensor_size is 1. All are chosen alike.
-            sequence_size: Ranks that share sequences.
-            sequence_mode: How they meet in attention.
-            divide_tokens: Whether those that share layers have their tokens of what lies between.
-            results: Of operators, which other divisions of it share; None: they do not.
+            config: Path of the model's config.json.
+            precision: Precision of parameters and computing.
+            state_format: Format of the optimizer state.
+            rule: Name of the optimizer's update rule.
+            tensor_size: Number of tensor-parallel ranks.
+            expert_size: Number of expert-parallel ranks: 1, tensor_size, or any if tensor_size is
+                1. All experts are chosen equally often.
+            sequence_size: Number of context-parallel ranks.
+            sequence_mode: Mode of context parallelism.
+            divide_tokens: Whether the tensor-parallel ranks shard the tokens between layers
+                (sequence parallelism).
+            results: Known results of operators, shared with other models of the same config; None:
+                they are not shared.
 
         Raises:
-            OSError, ModuleNotFoundError: See castor.estimate.model.build.
-            ValueError: Likewise.
+            OSError, ModuleNotFoundError, ValueError: See castor.estimate.model.build.
             UsageError: A size does not fit the model.
-            NotImplementedError: It cannot be divided so.
+            NotImplementedError: The model cannot be sharded in this way.
         """
         self._precision, self._state_format, self._rule = precision, state_format, rule
         self._dtype = WORKING_DTYPES[precision]
@@ -143,7 +148,7 @@ class SimulatedModel:
         self._layers: dict[int, list[int]] = {}
         self._sequences: SequenceParallel | None = None
         if sequence_size > 1:
-            # Of those that gather keys the last one sees all, through a mask.
+            # With all-gather of keys, the last rank attends to all of them, through a mask.
             last = sequence_size - 1
             among = SimulatedTensorRanks.alike(SEQUENCE, sequence_size, self._note, rank=last)
             self._sequences = SequenceParallel(
@@ -171,10 +176,11 @@ class SimulatedModel:
         balance_experts(self.model, counts)
 
     def plan(self) -> PipelinePlan:
-        """The plan by which the model can be cut into stages.
+        """Returns the plan by which the model is cut into stages.
 
         Raises:
-            NotImplementedError: There is no plan, or its router logits have a form of their own.
+            NotImplementedError: castor has no plan for the model, the model has an encoder, or its
+                router logits have a form of their own.
         """
         if self._plan is None:
             plan = find_pipeline_plan(self.model)
@@ -189,7 +195,7 @@ class SimulatedModel:
         return self._plan
 
     def layers_of(self, stages: int) -> list[int]:
-        """Returns the blocks of each of so many stages, as training divides them."""
+        """Returns the number of blocks of each stage, as training cuts the model into `stages`."""
         if stages not in self._layers:
             self._layers[stages] = cheapest_cuts(self.model, self.plan(), stages)
         return self._layers[stages]
@@ -201,19 +207,19 @@ class SimulatedModel:
         """Records a rank's stages with a micro-batch.
 
         Args:
-            own: Numbers of its stages.
-            stages: Of the model; 1: it is whole.
+            own: Numbers of the rank's stages.
+            stages: Number of the model's stages; 1: the model is not cut.
             rows: Samples of the micro-batch.
             sequence: Tokens in a sample.
-            tile: Device memory that decides whether logits are computed in tiles.
+            tile: Bytes of device memory, which decide whether logits are computed in tiles.
             recomputes: Whether all blocks are recomputed in backward.
             splits: Whether weights' gradients come later than those of hidden states.
-            layers: Blocks of each stage; None: as training divides them.
+            layers: Number of blocks of each stage; None: as training cuts the model.
 
         Raises:
             ValueError: The model cannot run on the meta device, or has no blocks that transformers
                 can checkpoint.
-            UsageError, NotImplementedError: It cannot be cut so.
+            UsageError, NotImplementedError: The model cannot be cut in this way.
         """
         if recomputes and self._blocks is None:
             self._blocks = RecomputedBlocks(self.model)
@@ -232,7 +238,7 @@ class SimulatedModel:
             modules = StageModules(places, own, cuts, transfer)
             self._divide_tokens_in(modules.own_blocks)
             undo.enter_context(transfer.routers.start(self.model, plan, modules.own_blocks))
-            # What is kept or made of every block's is in proportion to those that run.
+            # Outputs of every block need all blocks to run: none is left out then.
             of_all = any(asked_of(self.model, {}, name) for name in _OF_EVERY_BLOCK)
             alike = [] if of_all else places
             return self._recorded(inputs, modules, alike, own, tile, splits=splits)
@@ -346,7 +352,7 @@ class SimulatedModel:
             every, (forward, backward), beside = alike.whole(every, forward, backward)
             kept += beside[0]
             for_weights += beside[1] if splits else 0
-        # Logits' gradients for their weights are counted whole: less than that is not known.
+        # `of_weights` counts the full gradients of logits: their tiles are not known there.
         moments = self._tiled(spec, every[:backward], inputs, tile)
         return StagePass(
             forward=moments[:forward],
@@ -380,5 +386,5 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 def num_blocks(model: nn.Module, plan: PipelinePlan) -> int:
-    """Returns the number of blocks in the row that stages are cut from."""
+    """Returns the number of blocks that stages are cut from."""
     return len(list(model.get_submodule(plan.blocks).children()))

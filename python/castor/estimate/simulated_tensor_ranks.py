@@ -1,4 +1,4 @@
-"""Simulated ranks: collectives note what a step would send, and send nothing."""
+"""Simulated ranks, whose collectives note the bytes of a step and send nothing."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from castor.estimate.metatrace import Sent
 
 
 class SimulatedTensorRanks(TensorRanks):
-    """One of several ranks whose peers are simulated and hold the same values."""
+    """One rank of a group whose other ranks are simulated and hold the same values."""
 
     @classmethod
     def alike(
         cls, name: str, size: int, tell: Callable[[Sent], None], *, rank: int = 0
     ) -> SimulatedTensorRanks:
-        """Ranks of which this process is one.
+        """Makes a group of simulated ranks around this process.
 
         Args:
-            name: What they are called in what is noted.
-            size: How many.
-            tell: Is given what this rank would send, in the thread that would send it.
-            rank: Which one it is.
+            name: Name of the group in the notes.
+            size: Number of ranks.
+            tell: Called with each collective's traffic of this rank, in the thread that runs it.
+            rank: Number of this rank in the group.
         """
         sends = cast("_C.RankTensors", _Sends(name, size, tell))
         return cls(rank=rank, size=size, group=cast("_C.RankGroup", None), name=name, tensors=sends)
 
     def gather(self, value: Any) -> list[Any]:
-        """The others have the same."""
+        """Returns the value once for each rank: the others have the same."""
         return [value] * self.size
 
     def share(self, tensor: torch.Tensor) -> None:
-        """They have it."""
+        """Does nothing: the others have the tensor."""
 
     def check_equal(self, facts: Mapping[str, Any], *, beside: Any = None) -> list[Any]:
-        """They are."""
+        """Returns `beside` once for each rank: the facts are equal."""
         return [beside] * self.size
 
 
 class _Sends:
-    """Stands for _C.RankTensors."""
+    """Replacement of _C.RankTensors that notes what it would send."""
 
     def __init__(self, name: str, size: int, tell: Callable[[Sent], None]) -> None:
         self._name = name
@@ -70,18 +70,18 @@ class _Sends:
 
 
 class SimulatedGenerators(Generators):
-    """Nothing is drawn of them: simulated tensors have no values."""
+    """Generators that are never drawn from: simulated tensors have no values."""
 
     def __init__(self) -> None:
         """Makes generators of a model on the meta device."""
         super().__init__(torch.device("cpu"))
 
     def states(self) -> tuple[torch.Tensor, ...]:
-        """There are none."""
+        """Returns no states."""
         return ()
 
     def restore(self, states: tuple[torch.Tensor, ...]) -> None:
-        """Nothing has changed."""
+        """Does nothing: no state has changed."""
 
     def seed(self, seed: int) -> None:
-        """Nothing begins."""
+        """Does nothing: nothing is drawn."""

@@ -1,4 +1,4 @@
-"""Arguments of _C.Simulator: a model in chunks, a machine, the seconds of an event on it."""
+"""Makes the arguments of _C.Simulator: a model in chunks, a machine, the seconds of an event."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def lay_out(
     num_ranks: int = 1,
     chunk_bytes: int = 0,
 ) -> _C.Simulator:
-    """A model in chunks.
+    """Lays a model out in chunks.
 
     Args:
-        spec: What castor sees of it.
-        precision: Of parameters and gradients, but for parameters that are float32.
-        state_format: Of the optimizer state.
-        rule: Of the optimizer (castor.runtime.rules).
-        num_ranks: That have it, and cut the states.
-        chunk_bytes: Of a chunk; 0: as training chooses it.
+        spec: The model's structure as castor sees it.
+        precision: Precision of parameters and gradients, except those of float32 parameters.
+        state_format: Format of the optimizer state.
+        rule: Name of the optimizer's update rule (castor.runtime.rules).
+        num_ranks: Number of replicas, which shard the optimizer state.
+        chunk_bytes: Bytes of a chunk; 0: as training chooses them.
     """
     params = zip(spec.names, spec.params, strict=True)
     return _C.Simulator(
@@ -48,9 +48,10 @@ def lay_out(
 
 
 def seconds_of(moment: Moment, machine: Machine) -> float:
-    """Returns the seconds of its operators, each the larger of FLOPs and bytes (roofline).
+    """Returns the seconds of an event's operators on a machine.
 
-    What any operator takes comes on top.
+    An operator takes the larger of the times of its FLOPs and its bytes (roofline), and the
+    machine's operator_seconds on top.
     """
     bandwidth = machine.device_bandwidth
     return len(moment.work) * (machine.operator_seconds or 0.0) + sum(
@@ -60,7 +61,7 @@ def seconds_of(moment: Moment, machine: Machine) -> float:
 
 
 def places(machine: Machine) -> dict[str, Any]:
-    """Returns the figures that decide on the tier of each payload."""
+    """Returns the figures of a machine that decide on the tier of each payload."""
     return {
         "policy": "auto",
         "offload_optim_frac": 0.0,
@@ -79,15 +80,15 @@ def options(
     num_ranks: int = 1,
     on_host: bool = False,
 ) -> dict[str, Any]:
-    """Returns the settings of a step.
+    """Returns the options of Simulator.run for a step.
 
     Args:
-        machine: Where.
-        overlap: Of the host's updates with the next forward.
-        max_prefetch: As GeminiPlugin's.
-        margin_ratio: Its gpu_margin_mem_ratio.
-        num_ranks: That share the optimizer states.
-        on_host: Whether the model computes on the host, which then copies and updates by itself.
+        machine: The machine that the step runs on.
+        overlap: Overlap of the host's updates with the next forward.
+        max_prefetch: GeminiPlugin's max_prefetch.
+        margin_ratio: GeminiPlugin's gpu_margin_mem_ratio.
+        num_ranks: Number of replicas, which shard the optimizer state.
+        on_host: Whether the model computes on the host, whose processors then also copy and update.
     """
     copies = "synchronous" if on_host else "overlapped"
     return places(machine) | {
@@ -97,7 +98,7 @@ def options(
         "h2d_bytes_per_second": machine.h2d,
         "d2h_bytes_per_second": machine.d2h,
         "dram_bytes_per_second": machine.dram,
-        # Of updates on the device.
+        # For updates on the device.
         "device_memory_bytes_per_second": machine.device_bandwidth or machine.dram,
         "parameter_copies": copies,
         "gradient_copies": copies,

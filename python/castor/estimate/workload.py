@@ -1,4 +1,4 @@
-"""A training workload: model, batch, precision and options."""
+"""Training workloads: batch, precision and options of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Activations = Literal["keep", "recompute", "offload", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A training workload: model, batch, precision and options."""
+    """Training workload: batch, precision and options of a step."""
 
     batch: int = 1
     """Samples in a step."""
@@ -26,17 +26,18 @@ class Workload:
     state_format: StateFormat = "split"
     """Format of the optimizer state; fp32 and fp16 have "fp32" only."""
     optimizer: str = "adam"
-    """Update rule: "adam", "lion", "sgd" (without momentum) or "sgd_momentum"."""
+    """Optimizer's update rule: "adam", "lion", "sgd" (without momentum) or "sgd_momentum"."""
     activations: Activations = "keep"
     """Treatment of the blocks' activations, as in GeminiPlugin."""
     overlap: Overlap = "forward"
-    """Whether the host's Adam runs beside the next forward, or between the steps."""
+    """Time of the host's optimizer: "forward" beside the next forward, "none" between steps."""
     max_prefetch: int = 1
-    """Chunks that may be fetched ahead of their use, as in GeminiPlugin."""
+    """Number of chunks that may be fetched ahead of their use, as in GeminiPlugin."""
     gather_embeddings: bool = False
     """Whether embeddings stay in host memory, as in GeminiPlugin."""
     lora_rank: int | None = None
-    """Rank of LoRA adapters on all linear layers; the other parameters are frozen. None: none."""
+    """Rank of LoRA adapters on all linear layers, with all other parameters frozen; None: there are
+    no adapters."""
     four_bit_base: bool = False
     """Whether the weights of the linear layers under the adapters have 4 bits (QLoRA)."""
 

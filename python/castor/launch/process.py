@@ -1,4 +1,4 @@
-"""Starts a script in one process of its own."""
+"""Starts a script in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 
 
 def start_process(command: Sequence[str]) -> int:
-    """Runs a command of Python, and waits for its end; signals to this process go to it.
+    """Runs a command of Python and waits for its end; forwards signals to it.
 
     Args:
         command: The script, or -m and a module, and its arguments.
 
     Returns:
-        The exit status for the shell: 128 and the signal where one has ended it.
+        The exit status for the shell: 128 plus the signal's number if a signal ended it.
     """
     with subprocess.Popen([sys.executable, "-u", *command]) as process:
 

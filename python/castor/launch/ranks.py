@@ -24,7 +24,7 @@ from castor.launch.rendezvous import meeting
 from castor.runtime import rank_cores
 
 _TAIL = 20
-"""Lines of a failed rank's log that are shown."""
+"""Number of lines of a failed rank's log that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class Ranks:
     """The ranks that a script is started on."""
 
     nproc: int
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
     nodes: int
-    """Machines; each runs the command."""
+    """Number of machines; each runs the command."""
     rendezvous: str | None
     """HOST:PORT on one of the machines; None: there is one machine."""
     join_timeout: float
@@ -51,14 +51,14 @@ def start_ranks(ranks: Ranks, command: Sequence[str]) -> int:
     """Runs a command of Python on every rank of this machine, and waits for all of them.
 
     Args:
-        ranks: How many, and where they meet.
+        ranks: Numbers of ranks and machines, and their meeting place.
         command: The script, or -m and a module, and its arguments.
 
     Returns:
-        The exit status, as castor.launch.run's.
+        The exit status, as castor.launch.run returns it.
 
     Raises:
-        UsageError: The machines do not come together; see meeting.
+        UsageError: The machines do not meet; see meeting.
     """
     nproc, nodes = ranks.nproc, ranks.nodes
     logs = ranks.log_dir or Path(tempfile.mkdtemp(prefix="castor-run-"))
@@ -66,7 +66,7 @@ def start_ranks(ranks: Ranks, command: Sequence[str]) -> int:
         min_nodes=nodes,
         max_nodes=nodes,
         nproc_per_node=nproc,
-        # Machines that meet at one place are of one run.
+        # Machines that meet at one place belong to one run.
         run_id=ranks.rendezvous or str(uuid.uuid4()),
         rdzv_backend="c10d",
         rdzv_endpoint=ranks.rendezvous or "localhost:0",
@@ -76,8 +76,8 @@ def start_ranks(ranks: Ranks, command: Sequence[str]) -> int:
         ),
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     )
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what they say comes below
-    # Each attempt has a store of its own: in torch's, a rank may find the address of a dead one.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # errors are printed below
+    # Each attempt has its own store: in torch's, a rank may find the address of a dead rank.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     begin = []
@@ -97,7 +97,7 @@ def start_ranks(ranks: Ranks, command: Sequence[str]) -> int:
     except ChildFailedError as error:
         failed = True
         return _tell(*error.get_first_failure(), logs)
-    except SignalException as error:  # when it comes all ranks have been ended
+    except SignalException as error:  # all ranks have been ended by now
         name = signal.Signals(error.sigval).name
         Console(stderr=True).print(f"[red]castor run:[/red] {name}: all ranks have been ended")
         status = 128 + int(error.sigval)

@@ -15,16 +15,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from castor.errors import UsageError
 
 _HANDSHAKE_SECONDS = 5
-"""In which a store answers that listens at all."""
+"""Seconds in which a store that listens answers."""
 _POLL_SECONDS = 0.1
 _LARGEST_PORT = 65535
 
 
 def parse_rendezvous(text: str) -> tuple[str, int]:
-    """Reads HOST:PORT.
+    """Splits HOST:PORT into (host, port).
 
     Raises:
-        UsageError: It has no port, or none that there can be, or no host that this machine knows.
+        UsageError: The port is missing or out of range, or the host is missing or unknown.
     """
     host, separator, port = text.rpartition(":")
     host = host.strip("[]")
@@ -44,12 +44,12 @@ def parse_rendezvous(text: str) -> tuple[str, int]:
 
 @contextmanager
 def meeting(text: str, nodes: int, patience: float) -> Iterator[None]:
-    """Waits until `nodes` machines have come to HOST:PORT, and stays there within the context.
+    """Waits until `nodes` machines have come to HOST:PORT; keeps the store within the context.
 
     Args:
         text: HOST:PORT, on one of the machines.
-        nodes: How many machines there are.
-        patience: Seconds to wait for them.
+        nodes: Number of machines.
+        patience: Seconds to wait for the machines.
 
     Raises:
         UsageError: The host is unknown, the port belongs to another program, nothing answers
@@ -84,9 +84,9 @@ def meeting(text: str, nodes: int, patience: float) -> Iterator[None]:
             f"({', '.join(names)}); start the same command on the others, or wait longer for "
             "them with --join-timeout SECONDS"
         )
-    if keeps_store:  # what runs in the context may be short: the others must know of each other
+    if keeps_store:  # the context may be short, and the others must have met
         _count(store, "castor/met", nodes, end + _HANDSHAKE_SECONDS)
-    yield  # while this process has the store the others find it
+    yield  # the others find the store while this process keeps it
 
 
 def _count(store: TCPStore, key: str, wanted: int, end: float) -> int:
@@ -97,7 +97,7 @@ def _count(store: TCPStore, key: str, wanted: int, end: float) -> int:
 
 
 def _addresses(host: str, port: int, text: str) -> list[tuple[int, tuple[Any, ...]]]:
-    """Returns the family and the address of each address of a host.
+    """Returns (family, address) of each address of a host.
 
     Raises:
         UsageError: This machine does not know the host.
@@ -139,7 +139,7 @@ def _join(host: str, port: int, text: str, *, end: float, patience: float, local
     """Connects to the store of the machine that has the host.
 
     Raises:
-        UsageError: Nothing answers there in time, or another program does.
+        UsageError: Nothing answers at HOST:PORT in time, or another program does.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Starts a training script with what `castor run` was given."""
+"""Starts a training script with the arguments of `castor run`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from castor.launch.summary import RunRecord, check_report, recording
 from castor.launch.target import find_target, names_castor, options_behind
 
 JOIN_SECONDS = 25.0
-"""For how long a machine waits for the others, where nobody has said."""
+"""Default of the seconds that a machine waits for the others."""
 
 
 def run(
@@ -34,39 +34,41 @@ def run(
     report: Path | None = None,
     join_timeout: float = JOIN_SECONDS,
 ) -> int:
-    """Runs a script on `nproc` ranks here, and returns when all are over.
+    """Runs a script on `nproc` ranks of this machine, and returns when all have ended.
 
-    With settings what it trains is boosted; a script that boosts its own models needs none. Rank 0
-    of the machine keeps the terminal; what the others write goes to files. Where a rank fails, the
-    others are ended, and the end of its log is shown. Every rank finds its place in torchrun's
-    environment variables. All arguments are checked before anything is started. At the end a
-    summary goes to stderr.
+    With settings the models that the script trains are boosted; a script that boosts its own models
+    needs none. Rank 0 of the machine keeps the terminal; output of the other ranks goes to files.
+    If a rank fails, the others are ended, and the end of its log is shown. Every rank finds its
+    place in torchrun's environment variables. All arguments are checked before anything is started.
+    At the end a summary goes to stderr.
 
     Args:
         script: A Python file, an installed Python command, or a module's name.
-        arguments: The script's own.
+        arguments: Arguments of the script.
         module: Whether `script` is a module.
         settings: GeminiPlugin's arguments, checked; None: the script is left as it is.
-        nproc: Ranks on this machine; None: one process, and where nothing else asks for a launcher
-            none of its environment.
-        nodes: Machines; each runs this command.
-        rendezvous: Where machines meet, HOST:PORT on one of them; needed with several.
-        max_restarts: How often all ranks begin again after a failure.
-        plan: From `castor plan`: its numbers of ranks and machines are taken, and
-            HybridParallelPlugin("auto") takes its layout.
+        nproc: Number of ranks on this machine. None: one process, without a launcher's environment
+            unless another argument needs a launcher.
+        nodes: Number of machines; each runs this command.
+        rendezvous: Meeting place of the machines, HOST:PORT on one of them; needed with several.
+        max_restarts: Number of times that all ranks begin again after a failure.
+        plan: File of `castor plan`, which sets the numbers of ranks and machines, and the layout of
+            HybridParallelPlugin("auto").
         bind: Whether each rank keeps to cores of a NUMA node, where there are several.
-        log_dir: Of the other ranks' output; by default a temporary one, which stays after failures.
-        report: A file for all figures: .json, or .html for a page of the model that took the most
+        log_dir: Directory of the other ranks' output. Default: a temporary one, which stays after
+            failures.
+        report: File for all figures: .json, or .html for a page of the model that took the most
             steps.
         join_timeout: Seconds to wait for the other machines.
 
     Returns:
-        0, or the exit status for the shell: that of the rank that failed first, 128 and the signal
-        for a killed one, or for this process (Ctrl-C), which ends all ranks.
+        0, or the exit status for the shell: the status of the rank that failed first. It is 128
+        plus the signal's number if that rank was killed, or if a signal to this process (Ctrl-C)
+        ended all ranks.
 
     Raises:
-        UsageError: An argument does not make sense, is not the plan's, would have no effect, or the
-            script is not there; or machines do not come together.
+        UsageError: An argument does not make sense, contradicts the plan or would have no effect.
+            Or the script does not exist, or the machines do not meet.
         OSError: The plan cannot be read.
     """
     environment = _short_waits()
@@ -93,7 +95,7 @@ def run(
         if alone:
             status = start_process(command)
         else:
-            from castor.launch.ranks import Ranks, start_ranks  # of torch, which one does not need
+            from castor.launch.ranks import Ranks, start_ranks  # imports torch
 
             ranks = Ranks(
                 nproc=nproc or 1,
@@ -110,10 +112,11 @@ def run(
 
 
 def _short_waits() -> dict[str, str]:
-    """Lets idle OpenMP threads sleep soon, unless the user has said how they wait.
+    """Returns environment variables that let idle OpenMP threads sleep soon.
 
-    They spin for milliseconds by default, on cores that copies, the update or other programs
-    want. On two cores that others used a step took 0.6 of the time; on idle ones, the same.
+    It is empty if the user has set how they wait. By default they spin for milliseconds, on cores
+    that copies, the update or other programs need. On two cores that other programs used, a step
+    took 0.6 of the time with these variables; on idle cores it took the same time.
     """
     if any(name in os.environ for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")):
         return {}
@@ -151,7 +154,11 @@ def _check_numbers(
 
 
 def _told_beforehand(record: RunRecord, target: Sequence[str], arguments: Sequence[str]) -> bool:
-    """Says that nothing will be boosted, where that is known; whether it was said."""
+    """Prints warnings about options after the script, and about a run without castor.
+
+    Returns:
+        Whether it printed any.
+    """
     behind = options_behind(arguments)
     if behind:
         record.say(

@@ -12,12 +12,12 @@ from castor.config.settings_file import read_settings_file
 from castor.errors import UsageError
 
 _SIZES = ("device_memory", "host_memory", "nvme_memory", "chunk_bytes", "link_bandwidth")
-"""Arguments of GeminiPlugin that are sizes: a word of the command line needs a unit."""
+"""Arguments of GeminiPlugin that are sizes, which need a unit on the command line."""
 _BUDGETS = ("device_memory", "host_memory", "nvme_memory")
 _LEAST_BUDGET = 2**20
-"""Bytes of a budget that a file may give without a unit: fewer are GiB that were meant."""
+"""Least bytes of a budget that a file may give without a unit; smaller numbers mean GiB."""
 _WORDS = {"True": True, "False": False, "None": None}
-"""Values as Python writes them; others are as JSON has them."""
+"""Values in Python's notation; all others are in JSON's."""
 _OPTIONS = {"nvme_path": "--nvme"}
 
 
@@ -27,15 +27,15 @@ def read_settings(
     """Reads GeminiPlugin's arguments from a file, from options, and from NAME=VALUE.
 
     Args:
-        config: A JSON file, or a YAML one; the others go before it.
-        options: Arguments that have an option of their own, None where it was not given.
-        given: Values as JSON has them; what is no JSON is text.
+        config: JSON or YAML file; options and values override it.
+        options: Arguments with an option of their own; None: the option was not given.
+        given: Texts NAME=VALUE. Values are JSON; a value that is no JSON is a text.
 
     Returns:
-        None where there is neither.
+        The arguments; None if nothing was given.
 
     Raises:
-        UsageError: One cannot be read, is given twice, or is a size without a unit.
+        UsageError: A setting cannot be read, is given twice, or is a size without a unit.
         OSError: The file cannot be read.
     """
     settings = {} if config is None else read_settings_file(config)
@@ -72,10 +72,10 @@ def _read_value(name: str, text: str) -> Any:
 
 
 def check_paths(settings: Mapping[str, Any]) -> None:
-    """Checks that the files and directories which settings name are there.
+    """Checks that the files and directories in settings exist, and can be written if needed.
 
     Raises:
-        UsageError: One is not.
+        UsageError: A file or directory does not exist, or cannot be written.
     """
     given = settings.get("nvme_path")
     for path in [given] if isinstance(given, str) else given or []:

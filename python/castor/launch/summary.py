@@ -1,4 +1,4 @@
-"""Ends `castor run` with what the script did: a few lines, and a file of all figures."""
+"""Ends `castor run` with a summary of the run, and a file of all figures."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from castor.errors import UsageError
 
 _SUFFIXES = (".json", ".html", ".htm")
 _MOST_MODELS = 4
-"""Models of which the summary tells: those that took the most steps."""
+"""Largest number of models in the summary, which has those with the most steps."""
 
 
 def check_report(report: Path) -> None:
     """Checks that the file of a report can be written.
 
     Raises:
-        UsageError: It cannot be, or has another suffix than a report's.
+        UsageError: The file cannot be written, or its suffix is not .json, .html or .htm.
     """
     if report.suffix not in _SUFFIXES:
         raise UsageError(
@@ -55,13 +55,13 @@ class RunRecord:
         self._console.print(f"[bold]castor run:[/bold] {escape(text)}")
 
     def end(self, *, status: int, boosts: bool, plan: Path | None, told: bool) -> None:
-        """Prints the summary, writes the report, and says what was given and not used.
+        """Prints the summary, writes the report, and warns of arguments that were not used.
 
         Args:
-            status: With which the script ended.
-            boosts: Whether castor run was to boost what the script trains.
-            plan: That was given.
-            told: Whether it was said before the start that nothing would be boosted.
+            status: Exit status of the script.
+            boosts: Whether castor run was to boost the script's models.
+            plan: File of the plan; None: none was given.
+            told: Whether castor run has warned already that nothing would be boosted.
         """
         models = self._models()
         for model in sorted(models, key=lambda one: -int(one["steps"]))[:_MOST_MODELS]:
@@ -81,7 +81,7 @@ class RunRecord:
             self._write(models, status)
 
     def _models(self) -> list[dict[str, Any]]:
-        """Returns the figures of the processes of rank 0 of this machine."""
+        """Returns the figures of this machine's first rank, of all its processes."""
         found: list[dict[str, Any]] = []
         rank = min((_rank_of(file) for file in self._directory.glob("rank*.json")), default=0)
         for file in sorted(self._directory.glob(RECORD.format(rank=rank, process="*"))):
@@ -98,17 +98,17 @@ class RunRecord:
             shown = [{k: v for k, v in one.items() if k != "summary"} for one in models]
             document = {"status": status, "models": shown}
             report.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        if report.is_file():  # rank 0 of all writes a page
+        if report.is_file():  # rank 0 of all ranks writes the page
             self.say(f"report: {report}")
 
 
 @contextmanager
 def recording(report: Path | None, environment: Mapping[str, str]) -> Iterator[RunRecord]:
-    """Within it the processes that are started leave what they did.
+    """Makes a context in which started processes leave their figures in a directory.
 
     Args:
-        report: The file of --report, if it was given.
-        environment: More variables for the processes.
+        report: File of --report; None: none was given.
+        environment: Further environment variables for the processes.
     """
     directory = Path(tempfile.mkdtemp(prefix="castor-record-"))
     names = {DIRECTORY: str(directory), **environment}

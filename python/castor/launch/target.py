@@ -1,4 +1,4 @@
-"""Finds what `castor run` starts: a Python file, a module, or an installed Python command."""
+"""Finds the target of `castor run`: a Python file, a module, or an installed Python command."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _OWN_OPTIONS = ("--device-memory", "--host-memory", "--set", "--plan", "--nvme")
 
 
 def find_target(script: str, *, module: bool) -> list[str]:
-    """Finds what Python is given: a file, or -m and a module.
+    """Returns Python's arguments for a target: a file, or -m and a module.
 
     Args:
         script: A Python file, the name of a Python command on PATH such as "trl", or a module.
         module: Whether `script` is a module's name.
 
     Raises:
-        UsageError: It is not there, is no Python, or starts ranks itself.
+        UsageError: The target does not exist, is no Python, or starts ranks itself.
     """
     launcher = _LAUNCHERS.get(script if module else Path(script).name)
     if launcher and not Path(script).is_file():
@@ -64,13 +64,13 @@ def find_target(script: str, *, module: bool) -> list[str]:
 
 
 def options_behind(arguments: Sequence[str]) -> list[str]:
-    """Returns the options of `castor run` that stand behind the script, which gets them."""
+    """Returns options of `castor run` given after the script, which gets them instead."""
     names = [argument.partition("=")[0] for argument in arguments]
     return [name for name in dict.fromkeys(names) if name in _OWN_OPTIONS]
 
 
 def names_castor(target: Sequence[str]) -> bool:
-    """Whether a script may boost its models itself; of a module that is not known beforehand."""
+    """Whether a script may boost its models itself; always True for a module, which is not read."""
     return target[0] == "-m" or "castor" in Path(target[0]).read_text("utf-8", errors="replace")
 
 
@@ -90,10 +90,10 @@ def _module(name: str) -> list[str]:
 
 
 def _check_python(path: Path) -> None:
-    """Checks that a file is run by Python.
+    """Checks that a file is a Python program.
 
     Raises:
-        UsageError: It is not.
+        UsageError: The file is something else.
     """
     what = _NO_PYTHON.get(path.suffix)
     if what is None and path.suffix != ".py":

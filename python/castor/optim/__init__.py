@@ -1,4 +1,4 @@
-"""Optimizers: HybridAdam and Lion, and the step of boosted ones."""
+"""Optimizers: HybridAdam and Lion, and the steps of boosted optimizers."""
 
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.lion import Lion

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters live in chunks: torch's classes, with another step."""
+"""Optimizers of boosted models: the user's classes, with a step over chunks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from castor.runtime.rules import EXACT_ONLY
 
 
 class BoostedOptimizer(Optimizer):
-    """Holds the methods of an optimizer that was handed to booster.boost, in place of its own.
+    """The methods of an optimizer that was given to booster.boost, in place of its own.
 
-    The optimizer stays the same object; its class becomes a subclass of its own class that has
-    these methods. `param_groups` and `state` are the truth at each step, save and state_dict: edits
-    of them count as in torch. `state` holds views of the states in the chunks, in the type of the
-    state format (state_entry); state_dict() has them in torch's own layout.
+    The optimizer stays the same object; its class becomes a subclass of its own class with these
+    methods. Each step, save and state_dict reads `param_groups` and `state`, so that edits of them
+    count as in torch. `state` has views of the states in the chunks, in the type of the state
+    format (state_entry); state_dict() has them in torch's own layout.
     """
 
     _castor: StepDriver
@@ -38,18 +38,18 @@ class BoostedOptimizer(Optimizer):
                 return self._castor.step(self, args, kwargs)
         return _hooked_step(self, *args, **kwargs)
 
-    # What torch looks at before it wraps step once more, in load_state_dict and when unpickling:
-    # step hooks would run twice.
+    # torch reads this before it wraps step, in load_state_dict and when unpickling. A second
+    # wrapper would run step hooks twice.
     step.hooked = True  # type: ignore[attr-defined]
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether the state of a 16-bit parameter holds its float32 master, and not a chunk."""
+        """Whether the float32 master of a 16-bit parameter is in its state, and not in a chunk."""
         return self._castor.own_step is not None
 
     @property
     def rounding_seed(self) -> int | None:
-        """The seed where moments are rounded by it; a part of what is saved and loaded."""
+        """Seed of the stochastic rounding, which is saved and loaded; None: nothing is rounded."""
         narrow = self._castor.engine.session.optim_state_format in ROUNDING_FORMATS
         return self._castor.model_step.seed if narrow else None
 
@@ -60,12 +60,12 @@ class BoostedOptimizer(Optimizer):
             self.seed = seed
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the layout of torch's class, with float32 tensors in every format.
+        """Returns the state in the layout of torch's class, with float32 tensors.
 
-        Those that are float32 in chunks in memory are views of them, others copies: with an NVMe
-        tier all of it comes into memory, which save_optimizer avoids. Of Adam's, "scales" let
-        split_int8 resume bit for bit, and "rounding_seed" stands beside "state" where moments are
-        rounded. Masters are left out: save_optimizer writes them.
+        States that are float32 in chunks in memory are views, others are copies. With an NVMe tier
+        all states come into memory, which save_optimizer avoids. Adam's state has "scales", with
+        which split_int8 resumes bit for bit. In formats that round moments there is a
+        "rounding_seed" beside "state". Masters are left out; save_optimizer writes them.
         """
         if not self._castor.fused:
             packed: dict[str, Any] = class_before(type(self)).state_dict(self)
@@ -87,12 +87,12 @@ class BoostedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state in the layout of torch's class, or of HybridAdam, into the chunks.
 
-        Adam's moments are rounded to nearest where the format is narrower; a state that the same
-        format gave comes back bit for bit, with its seed.
+        Adam's moments are rounded to nearest if the format is narrower. A state of the same format
+        comes back bit for bit, with its seed.
 
         Raises:
-            UsageError: A parameter's state lacks a tensor, has one that the rule does not keep, or
-                one of another shape.
+            UsageError: A parameter's state lacks a tensor, or has one of another shape or one that
+                the rule does not keep.
             ValueError: The groups do not match, as in torch.
         """
         own_step = self._castor.own_step
@@ -129,7 +129,7 @@ class BoostedOptimizer(Optimizer):
         shown.show_loaded(self, [param for param, entry in entries if entry])
 
     def __copy__(self) -> Optimizer:
-        """Makes another object over the same parameters, groups and state, as torch does."""
+        """Makes another optimizer over the same parameters, groups and state, as torch does."""
         twin = type(self).__new__(type(self))
         own = self.__getstate__()
         own["_castor"] = self._castor
@@ -138,13 +138,13 @@ class BoostedOptimizer(Optimizer):
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        """An ordinary optimizer over copies of the parameters, in memory.
+        """Makes an ordinary optimizer over copies of the parameters, in memory.
 
         copy.deepcopy((model, optimizer)) gives an ordinary model and its optimizer, as in torch.
 
         Raises:
-            UsageError: The precision is bf16 or fp16, and torch's class cannot hold the masters;
-                HybridAdam's can.
+            UsageError: The precision is bf16 or fp16, and the class is not HybridAdam, which alone
+                can hold the masters.
         """
         driver = self._castor
         driver.take_up_states(self)
@@ -153,12 +153,12 @@ class BoostedOptimizer(Optimizer):
         )
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """For pickle and torch.save: as copy.deepcopy(optimizer), with parameters of its own.
+        """Makes pickle and torch.save write an ordinary optimizer, as copy.deepcopy makes it.
 
         Raises:
-            UsageError: As in copy.deepcopy.
+            UsageError: copy.deepcopy would raise it; see there.
         """
-        # An expression that gives the copy, which may then be read where castor is not installed.
+        # The pickled expression gives the copy also where castor is not installed.
         return operator.itemgetter(0), ((self.__deepcopy__({}),),)
 
 
@@ -167,7 +167,7 @@ def _without_none(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_entry(engine: Engine, param: torch.Tensor, entry: dict[str, Any]) -> None:
-    """Compares a state in torch's layout with what the rule keeps of the parameter.
+    """Checks a state in torch's layout against the states that the rule keeps of the parameter.
 
     Raises:
         UsageError: See BoostedOptimizer.load_state_dict.
@@ -193,14 +193,14 @@ def _check_entry(engine: Engine, param: torch.Tensor, entry: dict[str, Any]) -> 
 
 
 def class_before(boosted: type[Optimizer]) -> type[Optimizer]:
-    """The class that the optimizer had before it was boosted."""
+    """Returns the class that an optimizer had before it was boosted."""
     base: type[Optimizer] = boosted.__mro__[1]
     return base
 
 
 @Optimizer.profile_hook_step
 def _hooked_step(optimizer: BoostedOptimizer, *args: Any, **kwargs: Any) -> Any:
-    """The step, with torch's step hooks around it."""
+    """Runs the step, with torch's step hooks around it."""
     with optimizer._castor.turn_of_step(args, kwargs):
         return optimizer._castor.step(optimizer, args, kwargs)
 
@@ -216,10 +216,10 @@ _classes: dict[type[Optimizer], type[Optimizer]] = {}
 
 
 def boosted_class(base: type[Optimizer]) -> type[Optimizer]:
-    """The subclass of an optimizer's class that has the methods of BoostedOptimizer.
+    """Returns the subclass of an optimizer's class that has the methods of BoostedOptimizer.
 
-    It has one base, so that an object of the class can become one of it whatever else that class
-    has: an abstract base, slots, mixins.
+    It has one base, so that any object of the class can get it as its class, also if the class has
+    an abstract base, slots or mixins.
 
     Raises:
         NotImplementedError: The class, or its metaclass, refuses subclasses.
@@ -243,14 +243,14 @@ def boost_optimizer(optimizer: Optimizer, driver: StepDriver) -> None:
     """Makes `optimizer` step the driver's chunks, in place: references to it stay valid."""
     engine = driver.engine
     engine.optimizers.add(optimizer)
-    state: dict[Any, Any] = optimizer.state  # some classes keep values of their own beside entries
+    state: dict[Any, Any] = optimizer.state  # some classes keep further values in it
     old_state = [
         (param, dict(entry)) for param, entry in state.items() if isinstance(param, torch.Tensor)
     ]
     own_step = optimizer.__dict__.pop("step", None)
     optimizer.__class__ = boosted_class(type(optimizer))
     optimizer.__dict__["_castor"] = driver
-    # torch's fused Adam lets GradScaler leave the unscaling to step; this step wants real
+    # torch's fused Adam has GradScaler leave the unscaling to step; this step needs unscaled
     # gradients.
     optimizer.__dict__["_step_supports_amp_scaling"] = False
     if isinstance(optimizer, HybridAdam):
@@ -270,7 +270,7 @@ def boost_optimizer(optimizer: Optimizer, driver: StepDriver) -> None:
 
 
 def track_step(optimizer: Optimizer) -> None:
-    """Tells a learning-rate scheduler that was made before boost of steps, as the old step did."""
+    """Lets a learning-rate scheduler made before boost notice steps, as with the old step."""
     reference = weakref.ref(optimizer)
     function = type(optimizer).step
 

@@ -1,4 +1,4 @@
-"""Copies of a boosted optimizer: ordinary ones, over ordinary parameters."""
+"""Makes ordinary copies of boosted optimizers, over ordinary parameters."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def ordinary_copy(
     """Makes the ordinary optimizer that copy.deepcopy gives for a boosted one.
 
     Args:
-        optimizer: The boosted one.
-        base: The class that it had before; that of the copy.
-        engine: Of its model.
+        optimizer: The boosted optimizer.
+        base: Class that it had before boost, which the copy gets.
+        engine: Engine of its model.
         fused: Whether its state lies in chunks.
-        memo: As copy.deepcopy has it: parameters that were copied already (with their model) are
-            those of the copy.
+        memo: Memo of copy.deepcopy: the copy uses parameters that were copied already, with their
+            model.
 
     Returns:
         An optimizer in memory, with the same groups and state, over copies of the parameters.
 
     Raises:
-        UsageError: It could not hold the float32 masters, or the run is broken.
+        UsageError: The copy could not hold the float32 masters, or the run is broken.
     """
     check_holds_masters(
         base,
@@ -72,17 +72,17 @@ def ordinary_copy(
 def check_holds_masters(
     base: type[Optimizer], engine: Engine, *, fused: bool, what: str, instead: str
 ) -> None:
-    """Whether an ordinary optimizer of a class can hold what a boosted one of it has.
+    """Checks that an ordinary optimizer of a class can hold the state of a boosted one.
 
     Args:
-        base: The class that it had before.
-        engine: Of its model.
+        base: Class that the optimizer had before boost.
+        engine: Engine of its model.
         fused: Whether its state lies in chunks.
-        what: For the message: what would become of it.
-        instead: For the message: what else there is to do.
+        what: Beginning of the message, which names the action: "a copy of ".
+        instead: Advice at the end of the message.
 
     Raises:
-        UsageError: It cannot hold the float32 masters.
+        UsageError: The class cannot hold the float32 masters.
     """
     precision = engine.settings.precision
     if precision != "fp32" and not issubclass(base, HybridAdam):
@@ -97,14 +97,14 @@ def check_holds_masters(
 def ordinary_entry(
     twin: Optimizer, param: torch.Tensor, engine: Engine, index: int, entry: dict[str, Any]
 ) -> dict[str, Any]:
-    """The state of an ordinary optimizer's `param`, in memory of its own.
+    """Makes an ordinary optimizer's state of one parameter, in memory of its own.
 
     Args:
-        twin: That optimizer.
-        param: Its own parameter.
-        engine: Of the boosted model.
-        index: The parameter's there.
-        entry: The boosted optimizer's state of it.
+        twin: The ordinary optimizer.
+        param: Its parameter.
+        engine: Engine of the boosted model.
+        index: Position of the parameter in the boosted model.
+        entry: State of the parameter in the boosted optimizer.
     """
     held = entry.loaded() if isinstance(entry, StoredState) else entry
     if not isinstance(twin, HybridAdam):

@@ -1,4 +1,4 @@
-"""The optimizer state of a boosted model: its format, and its way to and from float32."""
+"""The optimizer state of a boosted model: its format, and conversions to and from float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from castor.runtime.rules import FusedRule
 _DEFAULT_FORMATS: dict[Precision, StateFormat] = {"fp32": "fp32", "bf16": "split", "fp16": "fp32"}
 
 Entries = list[tuple[torch.Tensor, dict[str, Any]]]
-"""Parameters, each with its state in any format, or what a file holds of it."""
+"""Parameters, each with its state in any format, or its entries from a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +36,17 @@ class StateChoice:
 def choose_state_format(
     optimizers: Sequence[Optimizer], config: GeminiConfig, rule: FusedRule | None
 ) -> StateChoice:
-    """The state format and the seed of a model that is about to be boosted.
+    """Chooses the state format and the seed of a model that is about to be boosted.
 
     Args:
-        optimizers: That will step it.
-        config: The plugin's.
-        rule: Which runs on its chunks; None: there is none.
+        optimizers: Optimizers of the model.
+        config: Settings of the plugin.
+        rule: Update rule of its chunks; None: there is none.
 
     Raises:
-        ValueError: GeminiPlugin and a HybridAdam, or two of them, ask for different ones, or the
-            precision or the rule does not have the format.
-        NotImplementedError: A format was given, and no optimizer has a rule.
+        ValueError: GeminiPlugin and a HybridAdam, or two of the latter, ask for different formats
+            or seeds. Or the precision or the rule does not have the format.
+        NotImplementedError: A format was given, and no optimizer has an update rule.
     """
     chosen, seed = config.optim_state_format, config.seed
     asked_by = {"optim_state_format": "GeminiPlugin", "seed": "GeminiPlugin"}
@@ -84,11 +84,11 @@ def choose_state_format(
 
 
 class StoredState(dict[str, Any]):
-    """Entry of `optimizer.state` of a parameter whose state lies on NVMe, or of a model on a GPU.
+    """An entry of `optimizer.state` for a parameter with its state on NVMe, or of a model on a GPU.
 
-    Holds "step" where torch's has it, and shows the keys that the state has in memory. A tensor is
-    read when it is asked for: a copy, of which an edit goes back before the next read, step or
-    save. Copied or pickled the entry becomes an OrderedDict.
+    The entry has "step" if torch's has it, and all keys that a state in memory has. Access to a
+    tensor reads a copy; edits of the copy are written back before the next read, step or save.
+    Copied or pickled, the entry becomes an OrderedDict.
     """
 
     def __init__(self, engine: Engine, index: int) -> None:
@@ -98,10 +98,10 @@ class StoredState(dict[str, Any]):
         self._step = dict.get(self, "step")
         self._given: dict[str, _Given] = {}
         self.cleared = False
-        """Whether the state starts anew in the next step."""
+        """Whether the state starts from zero in the next step."""
 
     def __missing__(self, key: str) -> torch.Tensor:
-        """A copy of one of the rule's states; the one that was given before, if it is current."""
+        """Returns a copy of one of the rule's states; the previous copy if it is still current."""
         if key not in self._stored_names():
             raise KeyError(key)
         given = self._given.get(key)
@@ -142,7 +142,7 @@ class StoredState(dict[str, Any]):
         super().__delitem__(key)
 
     def __reduce_ex__(self, _: object) -> tuple[Any, ...]:
-        # An OrderedDict: torch.load(weights_only=True) builds these and no other class's.
+        # torch.load(weights_only=True) accepts an OrderedDict, and no other class of dict.
         return OrderedDict, (), None, None, iter(self.loaded().items())
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -172,13 +172,13 @@ class StoredState(dict[str, Any]):
         return self[key]
 
     def clear(self) -> None:
-        """Starts the state anew in the next step, as torch's optimizers do with an empty entry."""
+        """Makes the state start from zero in the next step, as an empty entry does in torch."""
         super().clear()
         self._given.clear()
         self.cleared = True
 
     def keys(self) -> KeysView[str]:  # type: ignore[override]
-        """Keys of what is held and what is stored."""
+        """Returns the keys in memory and of stored states."""
         return KeysView(self)
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
@@ -190,11 +190,11 @@ class StoredState(dict[str, Any]):
         return ItemsView(self)
 
     def held(self) -> dict[str, Any]:
-        """The entries in memory: "step", and what somebody has put there."""
+        """Returns the values in memory: "step", and values that user code has put there."""
         return dict(super().items())
 
     def loaded(self) -> dict[str, Any]:
-        """A state as a dict of its own, in memory, with the edits of copies that were given."""
+        """Returns the state as an ordinary dict in memory, with edits of copies."""
         self.take_up()
         if self.cleared:
             return self.held()
@@ -205,14 +205,14 @@ class StoredState(dict[str, Any]):
 
     @torch.no_grad()
     def take_up(self) -> bool:
-        """Writes edits back: of copies that were given, and of what was put into the entry.
+        """Writes back edits of copies, and values that user code has put into the entry.
 
         Returns:
             Whether there were any.
 
         Raises:
-            UsageError: A copy was edited that a step has outdated, or a tensor of another shape was
-                put into the entry.
+            UsageError: User code has edited a copy that a step has outdated, or has put a tensor of
+                another shape into the entry.
         """
         held = self.held()
         edited = {key: held[key] for key in self._names() if key in held}
@@ -245,19 +245,19 @@ class StoredState(dict[str, Any]):
         return True
 
     def settle_given(self) -> None:
-        """Writes edits back, and forgets the copies that user code has no more."""
+        """Writes edits back, and forgets copies that user code no longer holds."""
         self.take_up()
         self._given = {key: given for key, given in self._given.items() if given.in_use()}
         if not self._given:
             self._not_given()
 
     def part_from_chunk(self) -> None:
-        """Ends the entry's tie to the chunk: user code has taken it out of `optimizer.state`.
+        """Detaches the entry from its chunk, after user code took it out of `optimizer.state`.
 
-        Where user code still holds it, the entry keeps the values that it has now.
+        If user code still holds the entry, it keeps its present values.
         """
         self._not_given()
-        held_by_castor = 3  # attribute of who calls, `self`, getrefcount's argument
+        held_by_castor = 3  # the caller's attribute, `self`, getrefcount's argument
         if sys.getrefcount(self) > held_by_castor and not self.cleared:
             values = self.loaded()
             if self._step is not None:
@@ -278,11 +278,11 @@ class StoredState(dict[str, Any]):
         return self._engine.session.state_names(self._index)
 
     def _taken(self) -> tuple[int, float]:
-        """Steps of the model in this process, and of the parameter."""
+        """Returns the number of steps of the model in this process, and of the parameter."""
         return self._engine.updates, float(self._engine.session.steps[self._index])
 
     def _current(self, given: _Given) -> bool:
-        """Whether no step has updated the state since: user code may set its "step" as well."""
+        """Whether no step has updated the state since; user code may have set its "step" too."""
         return any(one == now for one, now in zip(given.taken_at, self._taken(), strict=True))
 
 
@@ -302,18 +302,17 @@ class _Given:
         self._version = self.values._version
 
     def in_use(self) -> bool:
-        """Whether somebody else has the tensor, or a view of it."""
+        """Whether user code holds the tensor, or a view of it."""
         return _C.storage_uses(self.values) > 1
 
 
 def state_entry(engine: Engine, index: int) -> dict[str, Any]:
     """Makes the entry of `optimizer.state` for a parameter: views of its payloads.
 
-    They have the parameter's shape and are float32; Adam's exp_avg and exp_avg_sq of a bfloat16
-    parameter are bfloat16 in "split_bf16" and uint8 codes in "split_int8", which has "scales" too,
-    float32 of shape (blocks, 2). These are the types that a standalone HybridAdam
-    has. What lies on NVMe has no views, nor what may be now in a GPU's memory and now on the host:
-    see StoredState.
+    The views have the parameter's shape and are float32. For a bfloat16 parameter Adam's exp_avg
+    and exp_avg_sq are bfloat16 in "split_bf16" and uint8 codes in "split_int8", which has "scales"
+    too, float32 of shape (blocks, 2). A standalone HybridAdam has the same types. States on NVMe
+    have no views, nor do states that move between a GPU's memory and the host; see StoredState.
     """
     session = engine.session
     if not session.shown(index):
@@ -323,23 +322,23 @@ def state_entry(engine: Engine, index: int) -> dict[str, Any]:
 
 
 def _count(engine: Engine, index: int) -> dict[str, Any]:
-    """The steps of a parameter's state, where torch's has them."""
+    """Returns the "step" entry of a parameter's state; empty if torch's state has none."""
     counts = engine.rule is not None and engine.rule.counts_steps
     return {"step": engine.session.steps[index]} if counts else {}
 
 
 @torch.no_grad()
 def write_entries(engine: Engine, entries: Entries) -> None:
-    """Copies states into the chunks; parameters without one start from zero.
+    """Copies states into the chunks; parameters without a state start from zero.
 
-    They are rounded to nearest where the format is narrower; what the same format gave comes back
-    bit for bit.
+    States are rounded to nearest if the format is narrower. States of the same format come back bit
+    for bit.
 
     Raises:
         ValueError: exp_avg_sq has a negative element, in a format that rounds.
     """
     assert engine.rule is not None
-    engine.session.await_updates()  # not all that writes is an operator of torch, which would wait
+    engine.session.await_updates()  # writes below may bypass torch's operators, which wait
     for param, entry in entries:
         if param not in engine.index_of or not param.requires_grad:
             continue
@@ -352,21 +351,24 @@ def write_entries(engine: Engine, entries: Entries) -> None:
 
 
 def reset_states(engine: Engine, index: int, param: torch.Tensor) -> None:
-    """Makes the states of a parameter those of one that has taken no step."""
+    """Resets the states of a parameter to those before its first step."""
     engine.session.await_updates()
     engine.session.steps[index] = 0
     _write_all(engine, index, param, {})
 
 
 def write_states(engine: Engine, index: int, param: torch.Tensor, values: dict[str, Any]) -> None:
-    """Gives some states of a parameter other values; those that `values` lacks stay.
+    """Writes new values of some states of a parameter; states that `values` lacks stay.
 
     Args:
-        engine: Of the model.
-        index: The parameter's there.
+        engine: Engine of the model.
+        index: Position of the parameter in the model.
         param: The parameter.
-        values: Tensors by the rule's names, in the type that the format keeps or in float32, and
-            "step", a number or a tensor of one.
+        values: Tensors by the rule's names, in the type of the format or in float32, and "step", a
+            number or a tensor of one element.
+
+    Raises:
+        UsageError: "step" is negative or no whole number.
     """
     assert engine.rule is not None
     step = float(values.get("step", 0.0))
@@ -398,7 +400,7 @@ def write_states(engine: Engine, index: int, param: torch.Tensor, values: dict[s
 
 
 def _write_all(engine: Engine, index: int, param: torch.Tensor, portable: dict[str, Any]) -> None:
-    """Gives states the values of `portable`; those that it lacks become zeros."""
+    """Writes the values of `portable` to the states; states that it lacks become zeros."""
     session = engine.session
     shown = session.shown(index)
     tensors = session.states(index) if shown else session.read_states(index)

@@ -17,12 +17,12 @@ from castor.runtime.rules import ADAM, CLASSES, FusedRule
 def check_optimizers(
     optimizers: Sequence[Optimizer], rules: Sequence[FusedRule | None], config: GeminiConfig
 ) -> None:
-    """Raises before anything is changed if the optimizers of a model cannot be boosted.
+    """Checks that the optimizers of a model can be boosted, before anything is changed.
 
     Raises:
-        NotImplementedError: One runs its own step, or there are several, with a setting that does
-            not go with it.
-        UsageError: One is boosted already.
+        NotImplementedError: A setting does not go with several optimizers, or with an optimizer
+            that runs its own step.
+        UsageError: An optimizer is boosted already.
     """
     for optimizer, rule in zip(optimizers, rules, strict=True):
         _check_optimizer(optimizer, rule, config)
@@ -72,4 +72,4 @@ def _check_optimizer(optimizer: Optimizer, rule: FusedRule | None, config: Gemin
 
 
 _WITHOUT = "without amsgrad and differentiable, one kind a model"
-"""Options with which the fused classes run fused."""
+"""Conditions under which the fused classes run fused."""

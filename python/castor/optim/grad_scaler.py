@@ -38,7 +38,7 @@ class UnscaledGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, scaled: torch.Tensor, scale: float) -> UnscaledGradient:
-        """Shows `scaled`, which was computed of a loss times `scale`."""
+        """Makes the unscaled tensor of `scaled`, the gradient of a loss times `scale`."""
         made: UnscaledGradient = torch.Tensor._make_wrapper_subclass(
             cls, scaled.shape, strides=scaled.stride(), dtype=torch.float32, device=scaled.device
         )
@@ -49,14 +49,14 @@ class UnscaledGradient(torch.Tensor):
         return repr(self.unscaled())
 
     def unscaled(self) -> torch.Tensor:
-        """A copy of the values, in float32."""
+        """Returns a copy of the unscaled values, in float32."""
         return self.scaled.detach().to(torch.float32, copy=True).mul_(1.0 / self.scale)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls an operator with the unscaled values, and takes back what it has written."""
+        """Calls an operator with the unscaled values, and scales back values that it writes."""
         given = (args, kwargs or {})
         if func.namespace != "aten":
             raise UsageError(
@@ -102,16 +102,17 @@ class ScaledGradients:
 
     def __init__(self) -> None:
         self.scale = 1.0
-        """Gradients in chunks are those of the loss times this, until the update."""
+        """Factor of the loss whose gradients are in chunks, until the update."""
         self._scaler: weakref.ref[GradScaler] | None = None
         self._shown: dict[torch.Tensor, torch.dtype] = {}
         """Parameters whose p.grad is an UnscaledGradient, with the types of their gradients."""
 
     def show(self, params: Iterable[torch.Tensor], scaler: GradScaler, scale: float) -> None:
-        """Lets p.grad of these parameters be what it is without the scale.
+        """Makes p.grad of these parameters show the gradients without the scale.
 
         Raises:
-            NotImplementedError: This torch lets a gradient have no other type than its parameter.
+            NotImplementedError: This torch does not let a gradient have another type than its
+                parameter.
         """
         self.take_back()
         self.scale, self._scaler = scale, weakref.ref(scaler)
@@ -129,7 +130,7 @@ class ScaledGradients:
             _set_gradient(param, UnscaledGradient(grad, scale))
 
     def take_back(self) -> None:
-        """Lets p.grad be the gradients in chunks again, with what was done to them meanwhile."""
+        """Makes p.grad the gradients in chunks again, with the edits made since `show`."""
         for param, dtype in self._shown.items():
             grad = param.grad
             if isinstance(grad, UnscaledGradient):
@@ -140,10 +141,10 @@ class ScaledGradients:
         self._shown = {}
 
     def forget(self, scaler: GradScaler | None = None) -> None:
-        """Gradients carry no scale any more: a step has used them, or left them out.
+        """Resets the scale to 1: a step has used the gradients, or was skipped.
 
         Args:
-            scaler: The one whose iteration is over; None: whichever it was.
+            scaler: GradScaler whose iteration is over; None: any.
         """
         if scaler is None or (self._scaler is not None and self._scaler() is scaler):
             self.take_back()
@@ -165,7 +166,7 @@ _drivers: weakref.WeakSet[StepDriver] = weakref.WeakSet()
 
 @cache
 def enter_grad_scaler() -> None:
-    """From now on GradScaler asks the drivers of boosted optimizers to unscale gradients."""
+    """Makes GradScaler have boosted optimizers' drivers unscale gradients from now on."""
     scaler: Any = GradScaler
     unscale, update = scaler._unscale_grads_, scaler.update
 

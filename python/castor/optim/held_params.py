@@ -13,16 +13,16 @@ from castor.errors import UsageError
 from castor.runtime.rules import FusedRule
 
 _NAMED = 3
-"""Parameters that a warning names, of many."""
+"""Number of parameters that a warning names."""
 
 
 def held_params(
     model: nn.Module, optimizers: Sequence[Optimizer], rules: Sequence[FusedRule | None]
 ) -> dict[torch.Tensor, bool]:
-    """Maps the parameters that optimizers update to whether a rule does; warns of the others.
+    """Maps the parameters of optimizers to whether a rule updates them; warns of other parameters.
 
     Raises:
-        UsageError: They hold parameters that the model lacks, or two hold the same one.
+        UsageError: An optimizer holds parameters that the model lacks, or two hold the same one.
     """
     names = {param: name for name, param in model.named_parameters()}
     held: dict[torch.Tensor, bool] = {}

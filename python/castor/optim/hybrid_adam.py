@@ -1,4 +1,4 @@
-"""Adam and AdamW on the CPU, fused, for ordinary parameters and for boosted models alike."""
+"""Fused Adam and AdamW on the CPU, for ordinary parameters and for boosted models."""
 
 from __future__ import annotations
 
@@ -26,42 +26,46 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 class HybridAdam(Optimizer):
     """Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) in C++ on all CPU cores.
 
-    Alone, it updates dense CPU parameters in place: float32 ones directly, bfloat16 and float16
-    ones through an exact float32 master that it keeps in its state ("master"). Handed to
-    booster.boost, it updates the model's chunks. The result does not depend on thread count or
+    Alone, it updates dense CPU parameters in place. float32 parameters are updated directly,
+    bfloat16 and float16 parameters through an exact float32 master in the state ("master"). Given
+    to booster.boost, it updates the model's chunks. The result does not depend on thread count or
     instruction set.
 
-    optim_state_format says how the state of bfloat16 parameters is kept (docs/design/0012): "fp32"
-    (master and moments, 12 bytes a parameter), "split" (the master's low half beside the parameter:
-    the same weights bit for bit, 10 bytes), "split_bf16" (bfloat16 moments, 6 bytes), "split_int8"
-    (8-bit moments in blocks, 4 bytes). Parameters of other types take "fp32" only. state_dict() has
-    float32 moments and masters in every format, as torch.optim.AdamW has them, and
-    load_state_dict() takes any of them.
+    optim_state_format is the format of the state of bfloat16 parameters (docs/design/0012):
+
+    - "fp32": master and moments, 12 bytes a parameter.
+    - "split": the master's low half beside the parameter, 10 bytes; the same weights bit for bit.
+    - "split_bf16": bfloat16 moments, 6 bytes.
+    - "split_int8": 8-bit moments in blocks, 4 bytes.
+
+    Parameters of other types take "fp32" only. state_dict() has float32 moments and masters in
+    every format, as torch.optim.AdamW has them, and load_state_dict() takes any of them.
 
     Args:
         params: Parameters or parameter groups.
         lr: Learning rate.
         bias_correction: Only True is supported.
         betas: Decay of the first and second moment.
-        eps: Added to the denominator.
+        eps: Term added to the denominator.
         weight_decay: Decay coefficient.
         adamw_mode: True decays the weights (AdamW), False adds the decay to the gradient (Adam).
-        optim_state_format: "fp32", "split", "split_bf16" or "split_int8". Default: "fp32", or when
-            boosted what GeminiPlugin chooses.
-        seed: Of the stochastic rounding in "split_bf16" and "split_int8"; 0 to 2**64 - 1. The same
-            seed gives the same bits. Default: 0, or when boosted what GeminiPlugin says.
+        optim_state_format: "fp32", "split", "split_bf16" or "split_int8". Default: "fp32"; when
+            boosted, the choice of GeminiPlugin.
+        seed: Seed of the stochastic rounding in "split_bf16" and "split_int8", from 0 to
+            ``2**64 - 1``. The same seed gives the same bits. Default: 0; when boosted,
+            GeminiPlugin's seed.
         nvme_offload_fraction: Share of the state that goes to NVMe when the optimizer is boosted,
-            in [0, 1]; needs nvme_offload_dir. Alone, HybridAdam keeps its state in memory and
-            refuses to step with a fraction above 0.
-        nvme_offload_dir: A directory on the device.
+            in [0, 1]; needs nvme_offload_dir. Without boost HybridAdam refuses to step with a
+            fraction above 0.
+        nvme_offload_dir: Directory on the NVMe device.
 
     Raises:
         ValueError: A hyper-parameter is out of range.
-        NotImplementedError: An argument asks for what this version lacks.
+        NotImplementedError: An argument asks for something this version lacks.
     """
 
     keeps_masters = True
-    """The state of a 16-bit parameter holds its float32 master; checkpoints look at this."""
+    """Whether the state of a 16-bit parameter has its float32 master; for checkpoints."""
 
     def __init__(
         self,
@@ -108,9 +112,9 @@ class HybridAdam(Optimizer):
         self.optim_state_format = optim_state_format or "fp32"
         self.seed = seed or 0
         self.requested_state: tuple[str | None, int | None] = (optim_state_format, seed)
-        """Format and seed as they were given; booster.boost looks at this."""
+        """Format and seed as they were given, for booster.boost."""
         self.requested_nvme = (nvme_offload_fraction, nvme_offload_dir)
-        """The arguments that were given for NVMe."""
+        """nvme_offload_fraction and nvme_offload_dir as they were given, for booster.boost."""
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -125,16 +129,16 @@ class HybridAdam(Optimizer):
         """Updates every parameter that has a gradient.
 
         Args:
-            closure: Re-evaluates the model and returns the loss.
+            closure: Function that re-evaluates the model and returns the loss.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
-            TypeError: A parameter is not float32, bfloat16 or float16, not on the CPU, or its
-                gradient is sparse.
-            ValueError: optim_state_format is not "fp32", and a parameter is float16, or none is
-                bfloat16; or an option of a group is out of range. Nothing was changed.
+            TypeError: A parameter is not float32, bfloat16 or float16, is not on the CPU, or has a
+                sparse gradient.
+            ValueError: optim_state_format is not "fp32", and a parameter is float16 or none is
+                bfloat16. Or an option of a group is out of range. Nothing was changed.
             UsageError: nvme_offload_fraction was given, and the optimizer is not boosted.
         """
         if self.requested_nvme[1] is not None:
@@ -154,7 +158,7 @@ class HybridAdam(Optimizer):
                     entries.append(self._entry(param, stream) | options)
                 stream += 1
         _C.adam_update(entries)
-        for entry in entries:  # not before: a step that raises has changed nothing
+        for entry in entries:  # after the update: a step that raises has changed nothing
             self.state[entry["param"]]["step"] += 1
         return loss
 
@@ -184,7 +188,7 @@ class HybridAdam(Optimizer):
             if "remainder" not in state:
                 state.update(new_state(param, state_format))
         else:
-            # Present without the others after a checkpoint of a parameter without a gradient yet.
+            # Any may be missing after a checkpoint of a parameter that had no gradient yet.
             if param.dtype != torch.float32 and "master" not in state:
                 state["master"] = param.detach().float()
                 _C.round_to_param(param, state["master"])
@@ -209,7 +213,7 @@ class HybridAdam(Optimizer):
         }
 
     def format_of(self, param: torch.Tensor) -> str:
-        """Returns the state format of a parameter; a float32 one has no master to split."""
+        """Returns the state format of a parameter; float32 has no master to split."""
         return "fp32" if param.dtype == torch.float32 else self.optim_state_format
 
     def _has_bfloat16(self) -> bool:
@@ -218,7 +222,7 @@ class HybridAdam(Optimizer):
 
     @property
     def rounding_seed(self) -> int | None:
-        """The seed where moments are rounded by it; a part of what is saved and loaded."""
+        """Seed of the stochastic rounding, which is saved and loaded; None: nothing is rounded."""
         return self.seed if self.optim_state_format in ROUNDING_FORMATS else None
 
     @rounding_seed.setter
@@ -226,16 +230,16 @@ class HybridAdam(Optimizer):
         self.seed = seed
 
     def portable_state(self, param: torch.Tensor) -> dict[str, Any]:
-        """The state of one parameter as state_dict() has it; checkpoints look at this."""
+        """Returns the state of one parameter as state_dict() has it, for checkpoints."""
         state = self.state.get(param, {})
         return state if self.format_of(param) == "fp32" else to_portable(param, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the layout of torch.optim.AdamW, with float32 moments in every format.
+        """Returns the state in the layout of torch.optim.AdamW, with float32 moments.
 
-        16-bit parameters also have "master", their float32 weights. In the split formats these and
-        the moments are copies, made here; "scales" let split_int8 resume bit for bit, and
-        "rounding_seed" stands beside "state" where moments are rounded.
+        16-bit parameters also have "master", their float32 weights. In the split formats the
+        masters and moments are copies, made here. "scales" let split_int8 resume bit for bit. In
+        formats that round moments there is a "rounding_seed" beside "state".
         """
         packed: dict[str, Any] = super().state_dict()
         if self.rounding_seed is not None:
@@ -251,9 +255,8 @@ class HybridAdam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of torch.optim.Adam, AdamW or of HybridAdam in any format.
 
-        float32 entries stay float32 whatever the parameter's type; the moments are rounded to
-        nearest where the format is narrower. A state that this format gave resumes bit for bit: the
-        seed comes along.
+        float32 entries stay float32 whatever the parameter's type. Moments are rounded to nearest
+        if the format is narrower. A state of the same format resumes bit for bit, with its seed.
         """
         super().load_state_dict(state_dict)
         if self.rounding_seed is not None and "rounding_seed" in state_dict:
@@ -270,7 +273,7 @@ class HybridAdam(Optimizer):
                 self.state[param] = state
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy.deepcopy and pickle."""
+        """Returns the attributes for copy.deepcopy and pickle."""
         own = {
             "optim_state_format": self.optim_state_format,
             "seed": self.seed,

@@ -1,4 +1,4 @@
-"""Lion, which torch has not."""
+"""The Lion optimizer, which torch does not have."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from castor.runtime.rules import LION
 class Lion(Optimizer):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
 
-    The step is the sign of an average of the gradient and its moving average, so that each weight
-    moves by `lr` and the state is one tensor a parameter, "exp_avg". Weight decay is decoupled.
-    The authors take 3 to 10 times less `lr`, and as many times more `weight_decay`, than for AdamW.
+    A step moves each weight by `lr`, with the sign of an average of the gradient and its moving
+    average. The state is one tensor a parameter, "exp_avg". Weight decay is decoupled. Against
+    AdamW the authors take an `lr` 3 to 10 times smaller, and a `weight_decay` as many times larger.
 
-    Alone it runs torch's operators, on any device and in the parameters' own type. Handed to
-    booster.boost it runs fused on the model's chunks, in fp32 with the same bits, and 16-bit
+    Alone it runs torch's operators, on any device and in the parameters' own type. Given to
+    booster.boost it runs fused on the model's chunks. In fp32 the bits are the same; 16-bit
     parameters have float32 masters there.
 
     Args:
         params: Parameters or parameter groups.
-        lr: Learning rate: what a step moves each weight by.
-        betas: Share of the moving average in the step, and its decay.
+        lr: Learning rate, by which a step moves each weight.
+        betas: Share of the moving average in the step, and the decay of that average.
         weight_decay: Decay coefficient; the weights lose lr * weight_decay of themselves.
 
     Raises:
@@ -50,7 +50,7 @@ class Lion(Optimizer):
         """Updates every parameter that has a gradient.
 
         Args:
-            closure: Re-evaluates the model and returns the loss.
+            closure: Function that re-evaluates the model and returns the loss.
 
         Returns:
             What the closure returned.

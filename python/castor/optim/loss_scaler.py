@@ -6,7 +6,7 @@ from castor.config import LossScalerConfig
 
 
 class LossScaler:
-    """Keeps small gradients representable in fp16 (Micikevicius et al. 2018, section 3.2).
+    """A loss scale that keeps small fp16 gradients nonzero (Micikevicius et al. 2018, section 3.2).
 
     The scale falls after `hysteresis` overflows and grows after `growth_interval` good steps in a
     row.
@@ -19,7 +19,7 @@ class LossScaler:
         self._overflows_left = config.hysteresis
 
     def update(self, *, overflow: bool) -> None:
-        """Learns how a step went."""
+        """Adapts the scale after a step."""
         config = self._config
         if overflow:
             self._good_steps = 0
@@ -34,7 +34,7 @@ class LossScaler:
             self.scale = min(config.max_scale, self.scale * config.growth_factor)
 
     def state_dict(self) -> dict[str, float | int]:
-        """The scale and the counts that its next change depends on."""
+        """Returns the scale, and the counts that its next change depends on."""
         return {
             "scale": self.scale,
             "good_steps": self._good_steps,
@@ -42,7 +42,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Goes on where the scaler that gave `state` was."""
+        """Restores the scale and counts of `state_dict`."""
         self.scale = float(state["scale"])
         self._good_steps = int(state["good_steps"])
         self._overflows_left = int(state["overflows_left"])

@@ -11,8 +11,8 @@ def nonfinite_error(name: str, norm: float | None) -> NonFiniteGradientError:
     """Makes the error of a step that nonfinite="raise" refuses.
 
     Args:
-        name: Of a parameter with such a gradient.
-        norm: Of all gradients.
+        name: Name of a parameter with a non-finite gradient.
+        norm: L2 norm of all gradients; None: it was not measured.
     """
     return NonFiniteGradientError(
         f"the gradient of parameter '{name}' is not finite (total norm {norm}); no weight was "
@@ -22,11 +22,11 @@ def nonfinite_error(name: str, norm: float | None) -> NonFiniteGradientError:
 
 
 def warn_of_skip(name: str, what_next: str = "", *, stacklevel: int) -> None:
-    """Warns of the first step that is left out.
+    """Warns of the first step that is skipped.
 
     Args:
-        name: Of a parameter with such a gradient.
-        what_next: What else follows from it.
+        name: Name of a parameter with a non-finite gradient.
+        what_next: Further consequences, appended to the message.
         stacklevel: As warnings.warn counts, from the caller of this function.
     """
     warnings.warn(

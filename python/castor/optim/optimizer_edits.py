@@ -1,9 +1,9 @@
 """Edits that user code makes of a boosted optimizer's `state` and `param_groups`.
 
-torch's optimizers read both dictionaries at every step, so that edits of them count: a state that
-is cleared starts anew, a parameter that is moved to another group follows its options. The states
-of a fused optimizer lie in chunks, of which `optimizer.state` shows views. The classes here compare
-what the dictionaries hold with what castor has shown, and bring the difference into the chunks.
+torch's optimizers read both at every step, so that edits of them count: a cleared state starts
+anew, and a parameter that is moved to another group follows that group's options. The states of a
+fused optimizer lie in chunks, and `optimizer.state` shows views of them. The classes here compare
+the present entries with the ones that castor has shown, and write differences into the chunks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from castor.optim.boosted_state import StoredState, reset_states, state_entry, w
 from castor.runtime.engine import Engine
 
 NO_GROUP = -1
-"""Group of a parameter that another optimizer updates, or none, in castor._C."""
+"""Group, in castor._C, of a parameter that another optimizer updates, or no optimizer."""
 
 
 @dataclass
 class _Shown:
-    """The entry that castor made of one parameter."""
+    """The entry of `optimizer.state` that castor made for one parameter."""
 
     stored: StoredState | None
-    """The entry, where the states are not in memory that tensors can show."""
+    """The entry, if the states are not in memory that tensors can view; else None."""
     tensors: dict[str, torch.Tensor]
     """The tensors that castor put into the entry, by key."""
 
 
 class ShownStates:
-    """Keeps the entries of `optimizer.state` and the states in the chunks of one model the same.
+    """The entries of `optimizer.state` shown for one model, kept equal to the states in its chunks.
 
-    Costs one comparison a parameter and key in each call where nothing was edited.
+    A call without edits costs one comparison for each parameter and key.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -47,7 +47,7 @@ class ShownStates:
         self._shown: dict[int, _Shown] = {}
 
     def show(self, optimizer: Optimizer) -> None:
-        """Makes entries of the parameters that have taken their first step."""
+        """Makes entries for parameters that have taken their first step."""
         session = self._engine.session
         if not self._has_states():
             return
@@ -56,7 +56,7 @@ class ShownStates:
                 self._show(optimizer, index, param)
 
     def show_loaded(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
-        """Makes entries of `params`, whose states were written to the chunks."""
+        """Makes entries for `params`, whose states were written to the chunks."""
         for param in params:
             self._show(optimizer, self._engine.index_of[param], param)  # type: ignore[index]
 
@@ -67,14 +67,14 @@ class ShownStates:
 
     @torch.no_grad()
     def take_up(self, optimizer: Optimizer) -> list[int]:
-        """Brings what was edited in `optimizer.state` since the last call into the chunks.
+        """Writes edits of `optimizer.state` since the last call into the chunks.
 
         Returns:
-            Indices of the parameters whose states changed, edits of views in place excepted.
+            Indices of the parameters whose states changed, except by edits of views in place.
 
         Raises:
-            UsageError: An entry lacks a tensor that the update needs, holds one of another shape,
-                or a copy was edited that a step has outdated.
+            UsageError: An entry lacks a tensor that the update needs, or holds one of another
+                shape. Or user code has edited a copy that a step has outdated.
         """
         if not self._has_states():
             return []
@@ -108,13 +108,13 @@ class ShownStates:
         entry: dict[str, Any],
         tensors: dict[str, torch.Tensor],
     ) -> bool:
-        """Writes an entry's tensors into the chunks; False: it has none, as before a first step."""
+        """Writes an entry's tensors into the chunks; returns False if it has none."""
         engine = self._engine
         assert engine.rule is not None
         name, needed = engine.names[index], engine.rule.entries
         lacking = sorted(key for key in needed if entry.get(key) is None)
         if len(lacking) == len(needed) and not (tensors and engine.rule.counts_steps):
-            return False  # at most notes of user code
+            return False  # it has at most entries of user code
         if lacking:
             raise UsageError(
                 f"optimizer.state of parameter '{name}' has no {', '.join(map(repr, lacking))}, "
@@ -137,7 +137,7 @@ class ShownStates:
         return True
 
     def _show(self, optimizer: Optimizer, index: int, param: torch.Tensor) -> None:
-        """Puts castor's tensors into the entry, which stays the same object where it can."""
+        """Puts castor's tensors into the entry, which stays the same object if possible."""
         made = state_entry(self._engine, index)
         entry = optimizer.state.get(param)
         if isinstance(made, StoredState):
@@ -153,9 +153,9 @@ class ShownStates:
         self._shown[index] = _Shown(stored=None, tensors=made)
 
     def _keep_for_holders(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Gives views that user code still holds memory of their own, before it is written over."""
+        """Gives views that user code holds their own memory, before their chunk is written."""
         views = list(tensors.values())
-        # The list, the dictionary, the generator's variable and the argument hold one each.
+        # The list, the dictionary, the generator's variable and the argument: one reference each.
         if not any(sys.getrefcount(view) > _OWN_REFERENCES for view in views):
             return
         self._engine.session.await_updates()
@@ -183,23 +183,23 @@ def _untouched(entry: dict[str, Any] | None, tensors: dict[str, torch.Tensor]) -
 
 
 class GroupMembers:
-    """Returns the group of each parameter of the model, as `param_groups` are now."""
+    """The group of each parameter of the model in an optimizer's present `param_groups`."""
 
     def __init__(self, engine: Engine, *, fused: bool) -> None:
         self._engine = engine
         self._fused = fused
         self._seen: list[list[int]] = []
         self.group_of = array("q", [NO_GROUP]) * len(engine.params)
-        """The position of the group of each parameter, NO_GROUP where this optimizer has none."""
+        """Position of each parameter's group; NO_GROUP if this optimizer does not hold it."""
         self.digest = 0
-        """Equal on ranks whose groups hold the same parameters."""
+        """Checksum that is equal on ranks whose groups hold the same parameters."""
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Reads the groups, if another parameter is in one of them than at the last call.
+        """Reads the groups, if their parameters have changed since the last call.
 
         Raises:
-            UsageError: A group holds a parameter twice, one that is not the model's, one of another
-                optimizer, or one whose states the model was boosted without.
+            UsageError: The groups hold a parameter twice, or one that is not the model's. Or they
+                hold a parameter of another optimizer, or one that was boosted without states.
         """
         groups = [group["params"] for group in optimizer.param_groups]
         seen = [[id(param) for param in params] for params in groups]

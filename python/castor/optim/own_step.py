@@ -1,4 +1,4 @@
-"""Steps of optimizers that no rule runs: their own, on host copies of what chunks cannot show."""
+"""Steps of optimizers that no update rule runs: the class's own step, on float32 copies."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from castor.runtime.rules import MASTER
 _HOST = torch.device("cpu")
 
 Part = list[tuple[dict[str, Any], list[torch.Tensor]]]
-"""Groups, each with some of its parameters."""
+"""Parameter groups, each with some of its parameters."""
 Evaluate = Callable[[], tuple[Any, float]]
-"""Calls the closure of a step: gives the loss, and what its gradients are to be multiplied with."""
+"""Calls the closure of a step; returns the loss, and the factor to multiply its gradients with."""
 
 
 def unhooked_step(boosted: Optimizer) -> Callable[..., Any]:
-    """The step of the class that an optimizer had before boost, without torch's step hooks."""
+    """Returns the step of the class an optimizer had before boost, without torch's step hooks."""
     before: Any = type(boosted).__mro__[1]
     step = before.step
     unwrapped: Callable[..., Any] = getattr(step, "__wrapped__", step)
@@ -33,9 +33,9 @@ def unhooked_step(boosted: Optimizer) -> Callable[..., Any]:
 
 
 def patched_step_of(optimizer: Optimizer) -> Callable[..., Any] | None:
-    """A function that user code has put in the place of an optimizer's step; None: there is none.
+    """Returns a function that user code has set as an optimizer's step; None: there is none.
 
-    The wrapper of a learning-rate scheduler around the class's own step is none.
+    The wrapper of a learning-rate scheduler around the class's own step does not count.
     """
     step: Callable[..., Any] | None = vars(optimizer).get("step")
     if step is None:
@@ -62,7 +62,7 @@ def _looks_at_one(optimizer: Optimizer) -> bool:
 
 
 def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among the arguments of a step."""
+    """Returns the closure among the arguments of a step; None: there is none."""
     closure = kwargs.get("closure", args[0] if args else None)
     return closure if callable(closure) else None
 
@@ -70,21 +70,21 @@ def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any]
 def with_closure(
     args: Sequence[Any], kwargs: dict[str, Any], closure: Callable[[], Any] | None
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Arguments of a step with another closure than theirs."""
+    """Returns the arguments of a step with their closure replaced."""
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure}
     return (closure, *args[1:]), kwargs
 
 
 class OwnStep:
-    """The step of an optimizer's class where parameters are in 16 bits, or on a GPU.
+    """The step of an optimizer's own class for parameters in 16 bits, or on a GPU.
 
-    The class sees float32 tensors on the host instead of parameters and gradients: copies of the
-    masters of 16-bit parameters, which are entries of `optimizer.state`; of float32 ones what they
-    hold now. Optimizers of torch step one parameter at a time, so that few copies exist at once;
-    others may look at all parameters together, and all copies are there. Muon multiplies matrices,
-    30 n^3 operations for one of n x n: its copies, and its state for as long, are where the
-    parameter computes.
+    The class gets float32 copies on the host instead of parameters and gradients. For a 16-bit
+    parameter it is a copy of the master, an entry of `optimizer.state`; for a float32 parameter a
+    copy of its values. torch's optimizers step one parameter at a time, so that few copies exist
+    at once. Other optimizers may use all parameters together, and all copies exist then. Muon
+    multiplies matrices, with 30 n^3 operations for one of n x n. Its copies, and its state during
+    the step, are on the parameter's device.
     """
 
     def __init__(self, optimizer: Optimizer, digests: WeightDigests | None) -> None:
@@ -92,13 +92,13 @@ class OwnStep:
 
         Args:
             optimizer: The optimizer.
-            digests: Checksums of what its steps leave; None: there is one rank.
+            digests: Checksums of the weights after its steps; None: there is one rank.
         """
         self._optimizer = weakref.ref(optimizer)
         self._digests = digests
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
-        """The masters that the last step left, for states that user code clears since."""
-        for param, entry in optimizer.state.items():  # as some begin, in the parameter's type
+        """Masters of the last step, for states that user code clears after it."""
+        for param, entry in optimizer.state.items():  # made before boost
             if isinstance(param, torch.Tensor):
                 optimizer.state[param] = {key: _in_float32(value) for key, value in entry.items()}
         self._on_device = type(optimizer) is Muon
@@ -116,14 +116,14 @@ class OwnStep:
         """Updates every parameter that has a gradient.
 
         Args:
-            step: The step of the class, over the groups that the optimizer has at that moment.
+            step: Step of the class, over the groups that the optimizer has when it is called.
             args: Arguments of the step.
             kwargs: Keyword arguments of the step.
-            scale: What gradients are multiplied with, in float32.
-            evaluate: Takes the place of the closure among the arguments; None: there is none.
+            scale: Factor of the gradients, applied in float32.
+            evaluate: Replacement of the closure among the arguments; None: there is no closure.
 
         Returns:
-            What the step returns.
+            The result of the step.
         """
         if not self._singly or evaluate is not None:
             return self._step_together(step, args, kwargs, scale, evaluate)
@@ -136,10 +136,10 @@ class OwnStep:
         return result
 
     def take(self, entries: Iterable[tuple[torch.Tensor, dict[str, Any] | None]]) -> None:
-        """Saved states, in copies of their types: torch would load those of the parameters.
+        """Loads copies of saved states in their own types; torch would use the parameters' types.
 
         Args:
-            entries: A parameter of the model each, and its state, if it has one.
+            entries: Parameters of the model, each with its state, or None if it has none.
         """
         state = self._held().state
         self._masters.clear()
@@ -152,12 +152,12 @@ class OwnStep:
 
     def _held(self) -> Optimizer:
         optimizer = self._optimizer()
-        assert optimizer is not None  # it is stepping
+        assert optimizer is not None  # it is alive in its step
         return optimizer
 
     @contextmanager
     def _alone(self, group: dict[str, Any], param: torch.Tensor, scale: float) -> Iterator[None]:
-        """The optimizer has the copy of one parameter, and no other."""
+        """Makes a context in which the optimizer has a copy of one parameter, and no other."""
         optimizer = self._held()
         all_groups, state = optimizer.param_groups, optimizer.state
         copy = self._copy_of(param, scale)
@@ -182,7 +182,7 @@ class OwnStep:
         scale: float,
         evaluate: Evaluate | None,
     ) -> Any:
-        """One step over copies of all parameters, in the optimizer and those that it has inside."""
+        """Runs one step over copies of all parameters, also in optimizers inside of this one."""
         optimizers = _nested(self._held())
         copies: dict[torch.Tensor, torch.Tensor] = {
             param: self._copy_of(param, scale)
@@ -236,9 +236,9 @@ class OwnStep:
     def _exchange(
         self, optimizers: Sequence[Optimizer], others: dict[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Puts other tensors in the place of parameters, in the lists and dictionaries there are.
+        """Replaces tensors in the groups and states of optimizers, in the existing containers.
 
-        A class may hold on to a list of `param_groups` itself, as LBFGS does, or share it with the
+        A class may hold a list of `param_groups` itself, as LBFGS does, or share it with an
         optimizer that it wraps.
         """
         exchanged: set[int] = set()
@@ -262,7 +262,7 @@ class OwnStep:
         copy: torch.Tensor,
         found: dict[str, Any],
     ) -> None:
-        """Gives a parameter the values of its copy, and its entry what the class has put there."""
+        """Copies the values of a copy to its parameter, and the class's state to the entry."""
         entry = {key: _placed(value, _HOST) for key, value in found.items()}
         if param.dtype != torch.float32:
             entry[MASTER] = self._masters[param] = _placed(copy.detach(), _HOST)
@@ -280,18 +280,18 @@ class OwnStep:
         return copy
 
     def _master_of(self, param: torch.Tensor) -> torch.Tensor:
-        """The float32 values to update: the master, where it rounds to what the parameter holds."""
+        """Returns the float32 values to update: the master where it rounds to the parameter."""
         now = param.detach().to("cpu", copy=True)
         entry = self._held().state.get(param, {})
         master: torch.Tensor | None = entry.get(MASTER, self._masters.get(param))
         if master is None or param.dtype == torch.float32:
             return now.float()
-        # What was written since the last step becomes its own master, as in chunks (0012).
+        # Values written since the last step become their own masters, as in chunks (0012).
         return torch.where(master.to(now.dtype) == now, master, now.float())
 
 
 def _nested(optimizer: Optimizer) -> list[Optimizer]:
-    """An optimizer and those that it has as attributes, which it may step itself."""
+    """Returns an optimizer and the optimizers among its attributes, which it may step itself."""
     found = [optimizer]
     for one in found:
         for value in vars(one).values():
@@ -309,7 +309,7 @@ def _placed(value: Any, device: torch.device) -> Any:
 
 
 def _in_float32(value: Any) -> Any:
-    """A value on the host, in float32 if it had 16 bits."""
+    """Returns a tensor on the host, in float32 if it had 16 bits; other values as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     narrow = value.is_floating_point() and value.element_size() < 4

@@ -1,4 +1,4 @@
-"""Boosted optimizers that become ordinary ones again, in place."""
+"""Makes boosted optimizers ordinary ones again, in place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunCounts:
         )
 
     def give(self, engine: Engine, optimizers: Sequence[Any]) -> None:
-        """Lets a boosted model go on from these counts."""
+        """Makes a boosted model continue from these counts."""
         engine.num_steps, engine.skipped_steps = self.steps, self.skipped_steps
         if optimizers:
             step = optimizers[0]._castor.model_step
@@ -52,13 +52,13 @@ def release_optimizers(engine: Engine, *, drop_states: bool, with_masters: bool 
     """Gives a model's optimizers their classes back, and their states memory of their own.
 
     Args:
-        engine: Of the model, of which no update is under way.
-        drop_states: Whether they are to be as new instead.
-        with_masters: Whether float32 masters become entries of the state ("master") in classes
-            that know nothing of them: for an optimizer that is boosted again.
+        engine: Engine of the model; no update of it may be under way.
+        drop_states: Whether the optimizers lose their states, and are as new.
+        with_masters: Whether float32 masters become entries of the state ("master"), also in
+            classes that do not use them; for optimizers that are boosted again.
 
     Raises:
-        UsageError: The class of one cannot hold all of its state; nothing was changed.
+        UsageError: The class of an optimizer cannot hold all of its state; nothing was changed.
     """
     optimizers: list[Any] = list(engine.optimizers)
     for optimizer in optimizers if not (drop_states or with_masters) else ():
@@ -78,7 +78,7 @@ def release_optimizers(engine: Engine, *, drop_states: bool, with_masters: bool 
 def _release(
     optimizer: Optimizer, driver: StepDriver, *, drop_states: bool, with_masters: bool
 ) -> None:
-    driver.take_up_states(optimizer)  # groups may hold what is to be boosted next
+    driver.take_up_states(optimizer)  # groups may hold new parameters, for the next boost
     engine = driver.engine
     state: dict[Any, Any] = dict(optimizer.state)
     if drop_states:
@@ -107,7 +107,7 @@ def _release(
 
 
 def _masters(optimizer: Optimizer, engine: Engine) -> dict[torch.Tensor, torch.Tensor]:
-    """The float32 values of the 16-bit parameters of an optimizer whose states lie in chunks."""
+    """Returns copies of the float32 masters of an optimizer's 16-bit parameters in chunks."""
     found = {}
     for group in optimizer.param_groups:
         for param in group["params"]:

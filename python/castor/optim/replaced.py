@@ -1,4 +1,4 @@
-"""Optimizers that are made for a boosted model whose chunks stay as they are."""
+"""Gives a boosted model a new optimizer, without a new layout of its chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from castor.runtime.engine import Engine
 
 
 def has_place_for(engine: Engine, made: Optimizer) -> bool:
-    """Whether the chunks have gradients and states for an optimizer as they are laid out."""
+    """Whether the present chunks have the gradients and states that an optimizer needs."""
     params = [param for param in _params(made) if param.requires_grad]
     indices = [engine.index_of[param] for param in params]  # type: ignore[index]
     if not all(engine.trained[index] for index in indices):
@@ -31,14 +31,14 @@ def has_place_for(engine: Engine, made: Optimizer) -> bool:
 def take_over(
     engine: Engine, config: GeminiConfig, before: list[Optimizer], made: Optimizer
 ) -> None:
-    """Lets an optimizer step a boosted model, with states that begin anew. Collective.
+    """Lets a new optimizer step a boosted model, with new states. Collective.
 
     Args:
-        engine: Of the model.
-        config: Of the plugin.
-        before: Boosted optimizers with some of its parameters. They become ordinary ones without
-            states, of which nobody may ask for them.
-        made: Not boosted; has_place_for() has allowed it.
+        engine: Engine of the model.
+        config: Settings of the plugin.
+        before: Boosted optimizers with some of its parameters. They become ordinary optimizers
+            without states, and their state_dict raises from then on.
+        made: Optimizer that is not boosted, and for which has_place_for() is true.
     """
     with engine.session.turn("a new optimizer"):
         engine.session.settle()
@@ -49,7 +49,7 @@ def take_over(
         for param in _params(made):
             index = engine.index_of[param]  # type: ignore[index]
             fused |= engine.ruled[index]
-            if engine.ruled[index] and engine.session.steps[index] > 0:  # of one that is gone
+            if engine.ruled[index] and engine.session.steps[index] > 0:  # a former optimizer's
                 reset_states(engine, index, param)
         step = known[0].model_step if known else None
         if step is None:
@@ -65,7 +65,7 @@ def take_over(
 def _make_room(optimizer: Optimizer, engine: Engine) -> None:
     driver: StepDriver = optimizer._castor  # type: ignore[attr-defined]
     optimizer.state.clear()
-    driver.take_up_states(optimizer)  # the chunks' begin anew
+    driver.take_up_states(optimizer)  # resets the states in chunks
     engine.optimizers.discard(optimizer)
     driver.model_step.drivers.discard(driver)
     optimizer.__dict__.pop("step", None)

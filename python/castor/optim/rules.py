@@ -18,8 +18,8 @@ _OWN: dict[str, type[Optimizer]] = {"HybridAdam": HybridAdam, "Lion": Lion}
 def rules_of(optimizers: Sequence[Optimizer], device: str) -> list[FusedRule | None]:
     """Returns the rule that runs each optimizer of one model; None where it runs its own step.
 
-    The chunks of a model have one rule: that which computes most of the optimizers exactly, of
-    several the first. On a GPU it is Adam's, of which alone there are kernels.
+    The chunks of a model have one rule: the one that computes most of the optimizers exactly, and
+    of several such rules the first. On a GPU it is Adam's, the only rule with kernels.
     """
     rules = RULES if device == "cpu" else (ADAM,)
     rule = max(rules, key=lambda rule: sum(_computes(rule, one) for one in optimizers))
@@ -27,7 +27,7 @@ def rules_of(optimizers: Sequence[Optimizer], device: str) -> list[FusedRule | N
 
 
 def _is_of(rule: FusedRule, optimizer: Optimizer) -> bool:
-    """Whether it is one of the rule's; not of a subclass, which may do otherwise."""
+    """Whether an optimizer's class is one of the rule's; subclasses are not, as they may differ."""
     name = type(optimizer).__name__
     return name in rule.classes and type(optimizer) is (
         _OWN.get(name) or getattr(torch.optim, name)
@@ -38,12 +38,12 @@ def _computes(rule: FusedRule, optimizer: Optimizer) -> bool:
     if not _is_of(rule, optimizer) or not rule.takes(optimizer.param_groups):
         return False
     if patched_step_of(optimizer) is not None:
-        return False  # it does otherwise
-    # What it has stepped before boost comes along.
+        return False  # it may compute something else
+    # States of steps before boost are kept.
     held = {
         entry
         for state in optimizer.state.values()
-        if isinstance(state, dict)  # else it is of no parameter
+        if isinstance(state, dict)  # other entries belong to no parameter
         for entry in state
     }
     return held & TENSORS <= rule.known

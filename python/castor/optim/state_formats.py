@@ -1,4 +1,4 @@
-"""The formats in which Adam keeps its state, and their way to and from float32."""
+"""Converts Adam's state between its storage formats and float32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from castor import _C
 from castor.config import StateFormat
 
 STATE_FORMATS: tuple[str, ...] = get_args(StateFormat)
-"""Bytes of state for each bf16 parameter: 12, 10, 6 and 4 (docs/design/0012)."""
+"""Names of the formats, with 12, 10, 6 and 4 bytes a bf16 parameter (docs/design/0012)."""
 
 _MOMENT_TYPES = {
     "fp32": torch.float32,
@@ -19,15 +19,15 @@ _MOMENT_TYPES = {
     "split_int8": torch.uint8,
 }
 ROUNDING_FORMATS = frozenset({"split_bf16", "split_int8"})
-"""Formats whose moments are rounded, by random numbers that a seed gives."""
+"""Formats whose moments are rounded stochastically, by a seed."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OWN = frozenset({"remainder", "scales"})
-"""Entries that only the formats have; torch's layout has the others."""
+"""Entries that only the split formats have, and torch's layout does not."""
 
 
 def new_state(param: torch.Tensor, state_format: str) -> dict[str, torch.Tensor]:
-    """The state of a bf16 parameter before its first update, in a split format.
+    """Makes the state of a bf16 parameter before its first update, in a split format.
 
     Returns:
         remainder (int16), exp_avg and exp_avg_sq (of the format's type), all of the parameter's
@@ -43,15 +43,15 @@ def new_state(param: torch.Tensor, state_format: str) -> dict[str, torch.Tensor]
 
 
 def to_portable(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state in the layout of torch.optim.AdamW.
+    """Converts a parameter's state to the layout of torch.optim.AdamW.
 
     Args:
         param: The parameter, of any type.
-        state: Its state in any format, or what a file holds of it.
+        state: Its state in any format, or its entries from a file.
 
     Returns:
-        exp_avg and exp_avg_sq as float32; "master", the float32 weight, where the state has one;
-        everything else as it was. "scales" stay: with them the moments go back bit for bit.
+        exp_avg and exp_avg_sq as float32; "master", the float32 weight, if the state has one; all
+        other entries as they were. "scales" stay, and convert the moments back bit for bit.
     """
     portable = {key: value for key, value in state.items() if key != "remainder"}
     if "remainder" in state:
@@ -71,14 +71,14 @@ def to_portable(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_portable(param: torch.Tensor, state: dict[str, Any], state_format: str) -> dict[str, Any]:
-    """A parameter's state in a format, from the layout of torch.optim.AdamW.
+    """Converts a parameter's state from the layout of torch.optim.AdamW to a format.
 
-    The parameter's own bits are the upper half of its master and are not touched: load the model
-    too, in any order.
+    The parameter itself is the upper half of its master, and is not written: load the model too, in
+    any order.
 
     Args:
         param: The parameter.
-        state: As to_portable gives it, or torch's; it may lack anything.
+        state: A state of to_portable, or torch's; any entry may be missing.
         state_format: One of STATE_FORMATS.
 
     Returns:
@@ -122,12 +122,12 @@ def fill_rounded(
     portable: dict[str, Any],
     state_format: str,
 ) -> None:
-    """Gives the states of a format that rounds the values of torch's layout, or zeros.
+    """Fills the states of a format that rounds from torch's layout, or with zeros.
 
     Args:
         param: The parameter.
-        states: exp_avg and exp_avg_sq, with split_int8 "scales"; written.
-        portable: As to_portable gives it; it may lack anything.
+        states: States to write: exp_avg and exp_avg_sq, and with split_int8 "scales".
+        portable: A state of to_portable; any entry may be missing.
         state_format: One of ROUNDING_FORMATS.
 
     Raises:
@@ -148,11 +148,11 @@ def fill_rounded(
         if "scales" in portable:
             scales.copy_(portable["scales"])
         else:
-            scales.zero_()  # none to keep
+            scales.zero_()  # no scales to keep
     exp_avg, exp_avg_sq = (states[name] for name in _MOMENTS)
     _C.store_moments(state_format, exp_avg, exp_avg_sq, scales, exact[0], exact[1])
 
 
 def _as(value: torch.Tensor, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy in the parameter's shape and strides, on the device of the values."""
+    """Copies values into the parameter's shape and strides, on the device of the values."""
     return torch.empty_like(param, dtype=dtype, device=value.device).copy_(value)

@@ -1,4 +1,4 @@
-"""The step of boosted optimizers: unscale, check and clip gradients, and apply the rules."""
+"""The step of boosted optimizers: unscales, checks and clips gradients, and updates weights."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from castor.runtime.rules import FusedRule, RuleGroup
 
 
 class ModelStep:
-    """The part of a step that optimizers of one model share: one check and clip of gradients.
+    """The part of a step that the optimizers of one model share: check and clip of gradients.
 
-    The first optimizer that steps after a pass does that for all of them, and ends the step. Those
-    that step before the next pass take what it found.
+    The first optimizer that steps after a pass does it for all of them, and ends the step. The
+    optimizers that step before the next pass use its result.
     """
 
     def __init__(
@@ -54,21 +54,21 @@ class ModelStep:
         own: bool,
         seed: int,
     ) -> None:
-        """All are over the engine's parameters.
+        """Prepares the steps of optimizers over the engine's parameters.
 
         Args:
-            engine: Of the model.
-            config: The plugin's.
-            optimizers: That will step.
-            own: Whether one of them steps itself.
-            seed: Of the stochastic rounding of moments.
+            engine: Engine of the model.
+            config: Settings of the plugin.
+            optimizers: Optimizers of the model.
+            own: Whether one of them runs its own step.
+            seed: Seed of the stochastic rounding of moments.
         """
         self.engine = engine
         self.config = config
         self.num_optimizers = len(optimizers)
         self.scaler = LossScaler(config.loss_scaler) if config.precision == "fp16" else None
         self.copies = config.precision != "fp32" or config.device != "cpu"
-        """Whether a step of an optimizer's own runs on copies: see OwnStep."""
+        """Whether an optimizer's own step runs on copies; see OwnStep."""
         self._in_place = own and not self.copies  # it reads p.grad, which clipping has to scale
         self._warned = False
         self._taken_by: weakref.WeakSet[StepDriver] = weakref.WeakSet()
@@ -80,9 +80,9 @@ class ModelStep:
             or engine.parts
             or (len(optimizers) > 1 and config.max_norm > 0)
         )
-        """Whether a torch.amp.GradScaler leaves gradients scaled until the update: 16-bit ones, and
-        others that may not be edited, or not one optimizer's alone."""
-        # As a standalone HybridAdam numbers them: the same seed gives the same bits.
+        """Whether a torch.amp.GradScaler leaves gradients scaled until the update. It does with
+        16-bit gradients, gradients that may not be edited, and several optimizers that clip."""
+        # Numbers as in a standalone HybridAdam, so that the same seed gives the same bits.
         self._streams = [0] * len(engine.params)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for position, param in enumerate(param for group in groups for param in group["params"]):
@@ -125,10 +125,10 @@ class ModelStep:
         return self._scale / driver.scaled.scale
 
     def _check_scales(self) -> None:
-        """Lets optimizers clip together where all their gradients carry one scale.
+        """Checks that optimizers which clip together have gradients of one GradScaler scale.
 
         Raises:
-            UsageError: Some carry another scale of a GradScaler, or none.
+            UsageError: Their gradients carry different scales.
         """
         scales = {driver.scaled.scale for driver in self.drivers}
         if len(scales) > 1 and (self.config.max_norm > 0 or self._in_place):
@@ -140,7 +140,7 @@ class ModelStep:
             )
 
     def _collect(self, position: int | None, optimizer: Optimizer, carried: float) -> float | None:
-        """Factor of the gradients, without the scale of a GradScaler, `carried`."""
+        """Returns the gradients' factor without a GradScaler's scale, `carried`; None: skip."""
         config = self.config
         check = config.nonfinite != "ignore" or self.scaler is not None
         measures = check or config.max_norm > 0
@@ -172,14 +172,13 @@ class ModelStep:
         return scale
 
     def _agreed(self, norm: float, optimizer: Optimizer) -> float:
-        """The norm that ranks step by, which is rank 0's; collective, where all are at this step.
+        """Returns rank 0's norm, which all ranks step by. Collective.
 
-        Buffers that forwards have written become rank 0's here, too.
-
-        Sums of ranks that compute on other devices may differ in their last bits.
+        Buffers that forwards have written become rank 0's here too. Norms of ranks that compute on
+        different devices may differ in their last bits.
 
         Raises:
-            UsageError: Another has other options, or a norm that is not of the same gradients.
+            UsageError: Ranks step with different options, or with different gradients.
         """
         engine, options = self.engine, _options_of(optimizer)
         options["the scale of a GradScaler"] = optimizer._castor.scaled.scale  # type: ignore[attr-defined]
@@ -192,7 +191,7 @@ class ModelStep:
         return norm
 
     def taken_by(self, driver: StepDriver, optimizer: Optimizer, *, skipped: bool) -> None:
-        """Notes that the driver of an optimizer has updated its parameters, or left that out."""
+        """Records that an optimizer's driver has updated its parameters, or skipped the update."""
         first = not self._taken_by
         self._taken_by.add(driver)
         self.engine.updates += 1
@@ -221,7 +220,7 @@ class ModelStep:
             warn_of_skip(self._first_nonfinite(), what_next, stacklevel=_frames_of_step())
 
     def nonfinite_error(self) -> Exception:
-        """The error of gradients that are not finite, which names the first of them."""
+        """Makes the error that names the first non-finite gradient."""
         return nonfinite_error(self._first_nonfinite(), self.engine.gradient_norm)
 
     def _first_nonfinite(self) -> str:
@@ -244,35 +243,36 @@ class StepDriver:
         """Drives an optimizer that is about to be boosted.
 
         Args:
-            optimizer: Over the model's parameters.
-            model_step: Of the model.
-            rule: That runs it; None: its own step does.
-            position: In the list of the model's optimizers; None: it is the only one.
+            optimizer: Optimizer over the model's parameters.
+            model_step: Shared part of the model's steps.
+            rule: Update rule that runs the optimizer; None: it runs its own step.
+            position: Position in the list of the model's optimizers; None: it is the only one.
         """
         self.engine = model_step.engine
         self.model_step = model_step
         self.rule = rule
         self.position = position
         self._digests: WeightDigests | None = None
-        """Checksums of what its own steps leave on each of several ranks."""
+        """Checksums of the weights after its own steps, to compare ranks; None: not needed."""
         if not rule and self.engine.ranks:
             self._digests = WeightDigests(self.engine.session, self.engine.index_of)
         copies = not rule and model_step.copies
         self.own_step = OwnStep(optimizer, self._digests) if copies else None
-        """Runs the optimizer's own step where that cannot have the parameters themselves."""
+        """Runs the optimizer's own step on copies; None: its step gets the parameters, or a rule
+        steps."""
         self.patched_step = patched_step_of(optimizer)
-        """A function that user code had put in the place of the optimizer's step before boost."""
+        """Function that user code had set as the optimizer's step before boost; None: none."""
         self._members = GroupMembers(self.engine, fused=rule is not None)
         self._members.follow(optimizer)
         self._edited_states = 0
         self.scaled = ScaledGradients()
-        """The gradients that a torch.amp.GradScaler has unscaled."""
+        """Gradients that a torch.amp.GradScaler has unscaled."""
         model_step.drivers.add(self)
         enter_grad_scaler()
 
     @property
     def checksums(self) -> dict[str, int]:
-        """Checksums of the edits that all ranks have to make, beside the options of groups."""
+        """Checksums of edits, by names in messages; all ranks have to make the same edits."""
         return {
             "the checksum of the parameters in optimizer.param_groups": self._members.digest,
             "the checksum of what was edited in optimizer.state": self._edited_states,
@@ -280,7 +280,7 @@ class StepDriver:
 
     @property
     def fused(self) -> bool:
-        """Whether a rule updates the chunks; else the optimizer's own step does."""
+        """Whether an update rule updates the chunks, and not the optimizer's own step."""
         return self.rule is not None
 
     @property
@@ -290,7 +290,7 @@ class StepDriver:
 
     @property
     def scaler(self) -> LossScaler | None:
-        """Scaler of fp16's losses."""
+        """Loss scaler of fp16; None in other precisions."""
         return self.model_step.scaler
 
     @property
@@ -299,7 +299,7 @@ class StepDriver:
         return self.scaler.scale if self.scaler else 1.0
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Differentiates a loss, in fp16 scaled; see Booster.backward."""
+        """Differentiates a loss, scaled in fp16; see Booster.backward."""
         with self.engine.session.turn("booster.backward", runs_backward=True):
             self.engine.history.loss_given(loss)
             self.engine.session.set_loss_scale(self.loss_scale)
@@ -316,12 +316,12 @@ class StepDriver:
         """Unscales gradients for a torch.amp.GradScaler, before the step.
 
         Args:
-            optimizer: The boosted one.
-            scaler: By whose scale its loss was multiplied.
-            scale: That scale.
+            optimizer: The boosted optimizer.
+            scaler: GradScaler that scaled its loss.
+            scale: Scale of the loss.
 
         Returns:
-            Whether a gradient, of any rank's, is not finite; None: there are no gradients.
+            Whether a gradient of any rank is not finite; None: there are no gradients.
         """
         engine = self.engine
         engine.session.bring_together(self.position)
@@ -336,22 +336,22 @@ class StepDriver:
                 bad |= not math.isfinite(torch.linalg.vector_norm(grad, math.inf).item())
         if lazily:
             self.scaled.show(params, scaler, scale)
-        if engine.everyone is not None:  # each has its shards of the gradients
+        if engine.everyone is not None:  # each rank has its shards of the gradients
             bad = any(engine.everyone.gather(bad))
         return bad if grads or engine.everyone is not None else None
 
     def take_up_edits(self, optimizer: Optimizer) -> None:
-        """Brings edits of `optimizer.state` and `optimizer.param_groups` into the chunks.
+        """Writes edits of `optimizer.state` and `optimizer.param_groups` into the chunks.
 
         Raises:
-            UsageError: They hold something that the model's chunks have no place for.
+            UsageError: An edit has something that the model's chunks have no place for.
         """
         if self.rule:
             self._members.follow(optimizer)
             self.take_up_states(optimizer)
 
     def take_up_states(self, optimizer: Optimizer) -> None:
-        """Brings edits of `optimizer.state` alone into the chunks.
+        """Writes edits of `optimizer.state` alone into the chunks.
 
         Raises:
             UsageError: An entry holds something that the update cannot use.
@@ -361,24 +361,24 @@ class StepDriver:
             self._edited_states = zlib.crc32(array("q", edited).tobytes()) if edited else 0
 
     def turn_of_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _C.Turn:
-        """The turn of a step with these arguments: passes of other threads wait for its end."""
+        """Makes the context of a step, for whose end passes of other threads wait."""
         backward = closure_of(args, kwargs) is not None
         return self.engine.session.turn("an optimizer.step()", runs_backward=backward)
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Updates the parameters from the gradients held now, or skips the step.
+        """Updates the parameters from their present gradients, or skips the update.
 
-        Where it raises something else than NonFiniteGradientError, no step is counted: nothing has
-        moved, and it may be called again, or the run is broken.
+        An error other than NonFiniteGradientError counts no step. Then either nothing has changed,
+        and step may be called again, or the run is broken.
 
         Args:
-            optimizer: The boosted one.
-            args: Arguments of the step that its class has, without the optimizer.
-            kwargs: Keyword arguments of it.
+            optimizer: The boosted optimizer.
+            args: Arguments of the class's step, without the optimizer.
+            kwargs: Keyword arguments of the class's step.
 
         Returns:
-            What the step of its class returns.
+            The result of the class's step.
         """
         if self.rule:
             return self._fused_step(optimizer, *args, **kwargs)
@@ -415,11 +415,11 @@ class StepDriver:
         return loss
 
     def _options_of_groups(self, optimizer: Optimizer) -> list[RuleGroup]:
-        """The options of every group, as the rule calls them.
+        """Returns the options of every group, by the update rule's names.
 
         Raises:
-            UsageError: One was turned on that the rule does not know.
-            ValueError: One is out of range.
+            UsageError: An option that the rule does not support was turned on.
+            ValueError: An option is out of range.
         """
         assert self.rule is not None
         for position, group in enumerate(optimizer.param_groups):
@@ -440,7 +440,7 @@ class StepDriver:
         scale: float,
         evaluate: Evaluate | None,
     ) -> Any:
-        """Calls the step of the optimizer's class, or the one that user code put in its place."""
+        """Calls the step of the optimizer's class, or the function that user code set instead."""
         own = self.patched_step or functools.partial(unhooked_step(optimizer), optimizer)
         if self.own_step:
             result = self.own_step(own, args, kwargs, scale, evaluate)
@@ -460,11 +460,11 @@ class StepDriver:
         kwargs: dict[str, Any],
         closure: Callable[[], Any],
     ) -> Any:
-        """Runs a step that calls its closure itself, once or more: a line search, SAM.
+        """Runs a step that calls its closure itself, as line searches and SAM do.
 
         Raises:
-            NonFiniteGradientError: The gradients of a call are not finite; the step of the class is
-                not over then, so that it cannot be skipped.
+            NonFiniteGradientError: The gradients of a call are not finite; the step has begun by
+                then and cannot be skipped.
             NotImplementedError: The precision is fp16, whose loss scale skips steps.
         """
         if self.scaler:
@@ -498,7 +498,7 @@ class StepDriver:
                         self._digests.add(param, param)
 
     def arm(self, optimizer: Optimizer) -> None:
-        """Before a forward whose backward may update chunks: tells the options of now."""
+        """Gives the session the present options before a forward whose backward may update."""
         if self.rule:
             self.take_up_edits(optimizer)
             groups = self._options_of_groups(optimizer)
@@ -535,7 +535,7 @@ def _options_of(optimizer: Optimizer) -> dict[str, Any]:
 def _agree(
     ranks: Peers, norm: float, options: dict[str, Any], *, beside: Any = None
 ) -> tuple[float, list[Any]]:
-    """Rank 0's norm, and what each gives `beside`; see ModelStep._agreed."""
+    """Returns rank 0's norm, and every rank's `beside`; see ModelStep._agreed."""
     everyone = ranks.gather_at("a step", (norm, options, beside))
     first, of_first, _ = everyone[0]
     for rank, (theirs, their_options, _) in enumerate(everyone):
@@ -571,4 +571,4 @@ def _same_norm(one: float, other: float) -> bool:
 
 
 _SAME_NORM = 1e-4
-"""Relative difference of two norms above which they are not one norm summed in two orders."""
+"""Largest relative difference of two norms that sums in different orders explain."""

@@ -1,4 +1,4 @@
-"""The step of optimizers that torch's own classes train with: their own, of clipped gradients."""
+"""The optimizers' own steps on clipped gradients, for models that torch's own classes train."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class TorchStep:
-    """Runs castor's part of the steps of one model's optimizers, through torch's step hooks.
+    """castor's part of the steps of one model's optimizers, through torch's step hooks.
 
-    As ModelStep: gradients are checked and clipped once, all together, in the first step after a
-    pass.
+    As with ModelStep, the first step after a pass checks and clips all gradients together.
     """
 
     loss_scale = 1.0
@@ -42,14 +41,14 @@ class TorchStep:
         max_norm: float,
         nonfinite: NonFinite,
     ) -> None:
-        """From now on steps of the optimizers are boosted ones.
+        """Hooks the steps of the optimizers.
 
         Args:
-            boosted: Has the gradients.
-            model: Names the parameters in checkpoints.
-            optimizers: Over the model's parameters.
-            max_norm: Gradients are clipped to this L2 norm; 0: not at all.
-            nonfinite: What happens to those that are not finite; see GeminiPlugin.
+            boosted: Record of the boosted model.
+            model: The model, for the parameters' names in checkpoints.
+            optimizers: Optimizers over the model's parameters.
+            max_norm: L2 norm to which gradients are clipped; 0: no clipping.
+            nonfinite: Reaction to gradients that are not finite; see GeminiPlugin.
         """
         self._boosted = boosted
         self.model = weakref.ref(model)
@@ -59,9 +58,9 @@ class TorchStep:
         self._updates = True
         self._taken_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._known: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}
-        """The gradients that were checked last, and their versions."""
+        """Gradients that were checked last, and their versions."""
         self._aside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        """Gradients that a step that is left out does not see."""
+        """Gradients that are hidden from a skipped step."""
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
@@ -108,7 +107,7 @@ class TorchStep:
 
     @torch.no_grad()
     def _check_and_clip(self) -> bool:
-        """Whether the optimizers may update."""
+        """Checks and clips the gradients; returns whether the optimizers may update."""
         boosted = self._boosted
         boosted.bring_together()
         boosted.gradient_norm = None
@@ -142,18 +141,18 @@ class TorchStep:
 
 
 def torch_step_of(optimizer: Optimizer) -> TorchStep | None:
-    """Returns the step of an optimizer that was boosted with one of torch's own plugins."""
+    """Returns the step of an optimizer that one of torch's own plugins boosted; else None."""
     return _steps.get(optimizer)
 
 
 def step_of(optimizer: Optimizer) -> BoostedStep | None:
-    """Returns the step of a boosted optimizer, whoever runs it; None: it is not boosted."""
+    """Returns the step of a boosted optimizer, of any plugin; None: it is not boosted."""
     driver: BoostedStep | None = getattr(optimizer, "_castor", None)
     return driver or torch_step_of(optimizer)
 
 
 def _with_closure_run(args: Any, kwargs: Any) -> Hooked:
-    """Runs a closure now: what it computes are the gradients that the step takes."""
+    """Runs the closure now, so that the step takes its gradients; returns the step's arguments."""
     optimizer, *positional = args
     named = dict(kwargs)
     closure: Callable[[], Any] | None = positional[0] if positional else named.get("closure")

@@ -1,4 +1,4 @@
-"""Arguments of GeminiPlugin that two names, or two objects, may give."""
+"""Resolves arguments of GeminiPlugin that have two names, or that an optimizer may give too."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from castor.config import GeminiConfig, parse_paths
 
 
 def policy_of(placement: str | None, tensor_placement: str | None) -> str:
-    """The placement policy, by its name or its older one.
+    """Returns the placement policy, given under its name or its older one.
 
     Raises:
-        ValueError: They contradict each other.
+        ValueError: Both are given and contradict each other.
     """
     if placement is not None and tensor_placement is not None and placement != tensor_placement:
         raise ValueError(
@@ -26,10 +26,10 @@ def policy_of(placement: str | None, tensor_placement: str | None) -> str:
 
 
 def checked_names(keep_fp32: object) -> tuple[str | type[nn.Module], ...]:
-    """The entries of `keep_fp32`.
+    """Returns the entries of `keep_fp32`.
 
     Raises:
-        TypeError: It is no sequence of patterns and classes of modules.
+        TypeError: `keep_fp32` is no sequence of patterns and classes of modules.
     """
     asked = "give a list of patterns of names and of classes of modules, ['*.gate']"
     if isinstance(keep_fp32, str) or not isinstance(keep_fp32, Sequence):
@@ -43,10 +43,10 @@ def checked_names(keep_fp32: object) -> tuple[str | type[nn.Module], ...]:
 
 
 def with_nvme_of(config: GeminiConfig, optimizers: Sequence[Optimizer]) -> GeminiConfig:
-    """The settings, with what a HybridAdam says about NVMe.
+    """Returns the settings with the NVMe directory and fraction of a HybridAdam.
 
     Raises:
-        ValueError: It contradicts them.
+        ValueError: The plugin and a HybridAdam both give a directory.
     """
     asked = [getattr(optimizer, "requested_nvme", (0.0, None)) for optimizer in optimizers]
     fraction, directory = next((one for one in asked if one[1] is not None), (0.0, None))

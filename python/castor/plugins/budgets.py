@@ -1,4 +1,4 @@
-"""The budgets that the models of one plugin take from together."""
+"""Memory budgets that the models of one plugin share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from castor.config import GeminiConfig
 _ALL_OF_THE_DISKS = 2**62
 """More than any disk holds."""
 _budgets: weakref.WeakKeyDictionary[object, _C.SharedBudgets] = weakref.WeakKeyDictionary()
-"""By plugin. Not in it: a copy of it, also in another process, has budgets of its own."""
+"""Budgets by plugin. The plugin does not hold them: a copy of it, also one in another process, has
+budgets of its own."""
 
 
 def nvme_bytes(config: GeminiConfig) -> int:
@@ -20,11 +21,11 @@ def nvme_bytes(config: GeminiConfig) -> int:
 
 
 def budgets_of(plugin: object, config: GeminiConfig) -> _C.SharedBudgets:
-    """Returns the budgets of a plugin, for one more model.
+    """Returns a plugin's budgets, for one more of its models.
 
     Args:
-        plugin: Whose models share them.
-        config: Its settings; their sizes are those that it had for its first model.
+        plugin: Plugin whose models share the budgets.
+        config: Settings of the plugin; the sizes of the first call count for all later models.
     """
     budgets = _budgets.get(plugin)
     if budgets is None:
@@ -34,5 +35,5 @@ def budgets_of(plugin: object, config: GeminiConfig) -> _C.SharedBudgets:
             nvme_bytes=nvme_bytes(config),
         )
     elif budgets.num_models:
-        gc.collect()  # a model that is gone, but for cycles in it, gives its memory back
+        gc.collect()  # frees the memory of models that only reference cycles keep alive
     return budgets

@@ -1,4 +1,4 @@
-"""The plugin that arguments by name mean."""
+"""Chooses a plugin by the names of its arguments."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from castor.plugins.not_yet import NOT_YET, arguments_of
 
 
 def plugin_of(arguments: Mapping[str, Any]) -> GeminiPlugin:
-    """A HybridParallelPlugin where one of its own is among them, else a GeminiPlugin.
+    """Makes a HybridParallelPlugin if one of its own arguments is given, else a GeminiPlugin.
 
     Raises:
-        As theirs.
+        Exception: The plugin's class raises it; see there.
     """
     kind = HybridParallelPlugin if _HYBRID & arguments.keys() else GeminiPlugin
     return kind(**arguments)
 
 
 def checked_plugin(arguments: Mapping[str, Any]) -> GeminiPlugin:
-    """Checks GeminiPlugin's arguments as it does, and takes nothing of the machine for that.
+    """Checks GeminiPlugin's arguments as the class does, without taking memory or a GPU.
 
     Returns:
         A plugin whose device and budgets have not been chosen; it boosts nothing.
 
     Raises:
-        As GeminiPlugin.
+        Exception: GeminiPlugin raises it; see there.
     """
     checked: Any = type(GeminiPlugin.__name__, (_Unplaced, GeminiPlugin), {})
     plugin: GeminiPlugin = checked(**arguments)
@@ -47,7 +47,7 @@ class _Unplaced:
 
 
 _SOME = 2**40
-"""Bytes of a budget that nobody has named."""
+"""Bytes of a budget that was not given."""
 _HYBRID = arguments_of(HybridParallelPlugin) - arguments_of(GeminiPlugin)
 PLUGIN_ARGUMENTS = arguments_of(HybridParallelPlugin) | NOT_YET.keys()
-"""All that a plugin knows, at least at the value that asks for nothing."""
+"""Names of all arguments that a plugin accepts, if only at the value that asks for nothing."""

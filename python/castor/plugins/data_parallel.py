@@ -31,21 +31,21 @@ def join_ranks(
     seed: int,
     held: Collection[Any] | None,
 ) -> None:
-    """All ranks have been given the same model and the same settings.
+    """Checks that all ranks have been given the same model and the same settings.
 
     Collective: every rank calls it.
 
     Args:
-        layout: How they are divided.
-        model: To be boosted, whole.
-        optimizers: To be boosted with it.
-        config: The plugin's.
-        state_format: What was chosen.
-        seed: As state_format.
-        held: The parameters that optimizers update; None: there is no optimizer.
+        layout: Layout of the ranks.
+        model: Full model to be boosted.
+        optimizers: Optimizers to be boosted with it.
+        config: Settings of the plugin.
+        state_format: Chosen format of the optimizer state.
+        seed: Chosen seed of the stochastic rounding.
+        held: Parameters that the optimizers update; None: there is no optimizer.
 
     Raises:
-        NotImplementedError: The settings ask for what castor does not do on several ranks.
+        NotImplementedError: The settings ask for something castor does not do on several ranks.
         UsageError: Two ranks differ, or compute on one GPU that has no room for both.
     """
     if not layout.groups:
@@ -85,10 +85,19 @@ def loader_of_rank(
     drop_last: bool,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A loader of a part of the data, (which, of how many); see GeminiPlugin.prepare_dataloader.
+    """Returns a loader of one rank's shard of the data; see GeminiPlugin.prepare_dataloader.
+
+    Args:
+        dataset: Dataset with a length.
+        place: (number of the shard, number of shards).
+        batch_size: Number of samples of one rank's batch.
+        shuffle: Whether samples come in random order.
+        seed: Seed of that order.
+        drop_last: Whether samples that fill no batch on every rank are left out.
+        **options: Further arguments of DataLoader.
 
     Raises:
-        TypeError: The dataset has no length, or the options say which samples there are.
+        TypeError: The dataset has no length, or the options have a sampler.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
@@ -113,9 +122,9 @@ def loader_of_rank(
 
 
 def describe_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Returns the facts that have to be equal on every rank, by their names in messages."""
+    """Returns facts that must be equal on every rank, by their names in messages."""
     names = {param: name for name, param in model.named_parameters()}
-    groups = [  # numbers and flags, and how many parameters each has
+    groups = [  # numbers and flags of each group, and its number of parameters
         {
             name: len(value) if name == "params" else value
             for name, value in group.items()

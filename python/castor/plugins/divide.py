@@ -1,4 +1,4 @@
-"""The division of a model among ranks, and the checks that come before."""
+"""Divides a model among tensor-, context-, expert- and pipeline-parallel ranks."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ from castor.runtime.rules import CLASSES
 
 @dataclass(frozen=True, kw_only=True)
 class Divided:
-    """A model whose division begins with its engine."""
+    """A model that Division.divide has divided; `start` makes it work on an engine."""
 
     layers: TensorParallel | None = None
     sequences: SequenceParallel | None = None
     stages: PipelineParallel | None = None
     schedule: Schedule | None = None
     everyone: Peers | None = None
-    """All ranks, where they have parts of the model."""
+    """All ranks, where each has a part of the model; None: each has the full model."""
 
     @property
     def whole(self) -> bool:
-        """Whether every rank has all of the model, and whole sequences."""
+        """Whether every rank has the full model, and full sequences."""
         return not (self.layers or self.sequences or self.stages)
 
     @property
     def sharing(self) -> list[TensorRanks]:
-        """Groups of ranks that exchange something within blocks."""
+        """Groups of ranks that exchange tensors within blocks."""
         return [divided.ranks for divided in (self.layers, self.sequences) if divided]
 
     def start(self, engine: Engine) -> None:
-        """After boost. Collective."""
+        """Connects the divided model to its engine. Collective; called after the engine is made."""
         engine.parts = self.stages or self.layers
         if engine.parts:
             engine.everyone = self.everyone
@@ -92,34 +92,34 @@ class Stages:
     """The division of a model into pipeline stages."""
 
     size: int
-    """Ranks; 1: the model is whole, and batches are divided alone."""
+    """Number of ranks; 1: the model is not divided, and batches alone are split."""
     chunks: int
-    """Stages of each."""
+    """Number of stages of each rank."""
     style: PipelineStyle
     microbatches: Microbatches
     layers: Sequence[int] | None
-    """Blocks of each stage; None: by what they cost."""
+    """Number of blocks of each stage; None: chosen by their cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Among how many ranks."""
+    """Numbers of ranks among which a plugin divides the model."""
 
     tensor_size: int = 1
-    """Layers."""
+    """Number of tensor-parallel ranks."""
     expert_size: int = 1
-    """Experts: the same ranks where layers are divided as well."""
+    """Number of expert-parallel ranks; the tensor-parallel ranks where there are several."""
     sequence_size: int = 1
-    """Sequences."""
+    """Number of context-parallel ranks."""
     sequence_mode: Mode = "all_to_all"
     plan: Plan | None = None
     """Tensor-parallel plan; None: castor's or transformers' own."""
     loss: bool = False
-    """Whether the loss is computed of each rank's part of the vocabulary."""
+    """Whether each rank computes the loss from its shard of the vocabulary."""
     tokens_between_layers: bool = False
-    """Whether the ranks that divide layers divide tokens of what lies between."""
+    """Whether tensor-parallel ranks shard the tokens between layers (sequence parallelism)."""
     stages: Stages | None = None
-    """Into which ranks divide the model; None: it is whole, and so are batches."""
+    """Pipeline stages; None: neither the model nor batches are split."""
 
     @property
     def ranks(self) -> int:
@@ -128,7 +128,7 @@ class Division:
 
     @property
     def experts_alone(self) -> int:
-        """Ranks that divide experts and nothing else of layers: each has data of its own."""
+        """Number of expert-parallel ranks with data of their own; 1 with tensor parallelism."""
         return self.expert_size if self.tensor_size == 1 else 1
 
     @property
@@ -138,14 +138,14 @@ class Division:
 
     @property
     def num_ranks_of_stages(self) -> int:
-        """Number of ranks that have the stages of a model."""
+        """Number of ranks that have the pipeline stages of a model."""
         return self.stages.size if self.stages else 1
 
     def layout(self) -> RankLayout:
         """Makes the layout of all ranks. Collective.
 
         Raises:
-            UsageError: Their number does not fit.
+            UsageError: The number of ranks does not fit the sizes.
         """
         sizes = {"tp_size": self.tensor_size, "ep_size": self.expert_size}
         sizes |= {"sp_size": self.sequence_size, "pp_size": self.num_ranks_of_stages}
@@ -162,14 +162,16 @@ class Division:
         *,
         state_format: StateFormat,
     ) -> Divided:
-        """Leaves this rank's parts in the model. Collective; call it last before the engine.
+        """Leaves this rank's shards and stages in the model.
+
+        Collective: every rank calls it, as the last thing before the engine is made.
 
         Raises:
-            UsageError: A size does not fit, or an optimizer has states of the whole; nothing has
-                changed.
-            NotImplementedError: There is no plan, sequences cannot be divided, the optimizer's
-                update of a part is not a part of its update, or there are several of a model in
-                stages; likewise.
+            UsageError: A size does not fit, or an optimizer has states of full parameters; nothing
+                has changed.
+            NotImplementedError: There is no plan for the model, or its sequences cannot be sharded.
+                Or the optimizer would not update a shard as it does the full parameter, or a model
+                in stages has several optimizers. Nothing has changed.
         """
         sequences, layers, stages = None, None, None
         schedule: Schedule | None = None
@@ -219,7 +221,7 @@ class Division:
             )
             stages.tensor, stages.sequences = layers, sequences
             stages.apply(optimizers, called)
-            # Not before: torch's pipelining takes as long to import as all of castor.
+            # Imported only here: torch's pipelining takes as long to import as all of castor.
             from castor.distributed.pipeline_schedule import PipelineSchedule
 
             schedule = PipelineSchedule(model, stages, self.stages.style, self.stages.microbatches)
@@ -259,7 +261,7 @@ def _check_updates(optimizers: Sequence[Optimizer], asked: str) -> None:
 
 
 def check_states(optimizers: Sequence[Optimizer], of_what: str) -> None:
-    """Raises UsageError of an optimizer that has stepped full parameters."""
+    """Raises UsageError if an optimizer has states already, of full parameters."""
     for optimizer in optimizers:
         if optimizer.state:
             raise UsageError(

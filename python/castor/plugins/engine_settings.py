@@ -17,10 +17,10 @@ from castor.runtime.rules import FusedRule
 
 
 def _of_rank(directory: Path, layout: RankLayout) -> Path:
-    """Returns the directory of a rank's scratch file: each rank has its own.
+    """Returns the directory of this rank's scratch file, and makes it; each rank has its own.
 
     Raises:
-        IoError: It cannot be made.
+        IoError: The directory cannot be made.
     """
     if not layout.groups:
         return directory
@@ -45,19 +45,19 @@ def engine_settings(
     """Makes the settings of the engine.
 
     Args:
-        config: Its optim_state_format is what the user said, not what was chosen.
-        rule: The fused optimizer's; None: its own step updates.
-        state_format: How masters and the rule's states are kept.
-        layout: Of the ranks; those with the same part share it.
-        budgets: That the model takes from, with the others of its plugin (budgets_of).
-        reads: What group_of_reads returns.
+        config: Settings of the plugin; its optim_state_format is the user's, not the chosen one.
+        rule: Update rule of the fused optimizer; None: the optimizer's own step updates.
+        state_format: Chosen format of masters and of the rule's states.
+        layout: Layout of the ranks; those with the same shard share the model.
+        budgets: Budgets of the model, shared with the plugin's other models (budgets_of).
+        reads: Process group that group_of_reads returns.
     """
     margin = config.gpu_margin_mem_ratio
     nvme = _C.NvmeOptions(
         directories=[str(_of_rank(path, layout)) for path in config.nvme_paths],
         budget_bytes=nvme_bytes(config),
         verify=config.nvme_verify,
-        # Space is taken in boost: of a budget, not of all that the disks have.
+        # boost reserves this space, so only a given budget counts, never all of the disks.
         holds_activations=(
             config.nvme_bytes is not None
             and offloads(config.activations)

@@ -53,86 +53,92 @@ from castor.runtime.tensor_types import tensor_types, warn_of_default_precision
 
 
 class GeminiPlugin:
-    """Trains a model inside a device budget smaller than itself.
+    """Trains a model inside a device budget smaller than the model itself.
 
-    All arguments are keyword-only; names follow Colossal-AI's GeminiPlugin where it has them.
+    All arguments are keyword-only. Names follow Colossal-AI's GeminiPlugin where it has them.
 
     Args:
-        placement_policy: "auto" (keep on the device what the trace of the first steps says fits:
-            whole chunks, optimizer state included, where memory is spare), "cpu" (stream
-            everything), "cuda" (all on the device) or "static" (by the fractions).
-        tensor_placement_policy: Older name of the same.
-        device: Where the model computes: "cuda", "cuda:1" or "cpu". Default: "cuda" when there is
-            one, else "cpu". On several ranks "cuda" is the GPU that the launcher's LOCAL_RANK
-            names, and torch's current one from then on. Build the model on the CPU: its parameters
-            and buffers are moved, and so are the inputs of each forward.
-        device_memory: Budget of the device, of all models boosted with the plugin: bytes or a size
-            such as "24GiB". Default on a GPU: 95% of what is free or cached by torch; there all
-            that torch allocates counts, and torch.cuda.set_per_process_memory_fraction too. Default
-            of the CPU device: a quarter of the memory that castor may use, or what host_memory
-            leaves of it and an eighth at least. That is what is available now, to the machine and
-            each cgroup around this process, less a tenth (384 MiB to 8 GiB) for itself.
-        host_memory: As that, of the host tier; on a GPU it is page-locked. Default: the memory that
-            castor may use; beside the CPU device three quarters of it, or what device_memory leaves
-            and an eighth at least. Budgets above what machine or cgroup have are taken with a
-            RuntimeWarning at boost.
-        precision: "fp32", "bf16" or "fp16" (with a dynamic loss scale); the 16-bit ones keep exact
-            fp32 master weights. Default: "fp32" on the CPU, "bf16" on CUDA, with a RuntimeWarning
-            at boost for a model in another 16-bit type. Parameters are
-            converted, and persistent floating-point buffers with them, but for what stays float32:
-            what `from_pretrained(dtype=...)` of transformers keeps so (routers, correction biases,
-            sinks), what a model that is 16-bit already has in float32, and keep_fp32.
-        keep_fp32: What else stays float32 in a 16-bit precision, and trains so: patterns of names
-            of parameters, buffers or modules, such as ``"*.gate"`` (a module stands for all in it),
-            or classes of modules. Their forward has to take inputs of the precision, as in plain
-            PyTorch.
-        max_norm: Gradients are clipped to this L2 norm inside step; 0: not at all.
+        placement_policy: "auto" keeps on the device what fits by the trace of the first steps:
+            chunks with their optimizer state, where memory is spare. "cpu" streams all chunks,
+            "cuda" keeps all of them on the device, and "static" places them by the offload
+            fractions. Default: "auto".
+        tensor_placement_policy: Older name of placement_policy.
+        device: Device that the model computes on: "cuda", "cuda:1" or "cpu". Default: "cuda" when
+            there is a GPU, else "cpu". On several ranks "cuda" is the GPU that the launcher's
+            LOCAL_RANK names, and torch's current device from then on. Build the model on the CPU:
+            boost moves its parameters and buffers, and each forward moves its inputs.
+        device_memory: Device budget of all models boosted with the plugin: bytes, or a size such as
+            "24GiB". On a GPU all memory that torch allocates counts, and
+            torch.cuda.set_per_process_memory_fraction applies too; the default is 95% of what is
+            free or cached by torch. On the CPU device the default is a quarter of the usable
+            memory, or what host_memory leaves of it, and at least an eighth. Usable is the memory
+            available now to the machine and to each cgroup around this process, less a tenth (384
+            MiB to 8 GiB) for the process itself.
+        host_memory: Budget of the host tier, in bytes or as a size; on a GPU it is page-locked.
+            Default: the usable memory. Beside the CPU device the default is three quarters of it,
+            or what device_memory leaves, and at least an eighth. Budgets above the memory of the
+            machine or cgroup are accepted with a RuntimeWarning at boost.
+        precision: "fp32", "bf16" or "fp16" (with a dynamic loss scale). The 16-bit precisions keep
+            exact fp32 master weights. Default: "fp32" on the CPU, "bf16" on CUDA, with a
+            RuntimeWarning at boost for a model in another 16-bit type. Parameters and persistent
+            floating-point buffers are converted, with three exceptions that stay float32: tensors
+            that `from_pretrained(dtype=...)` of transformers keeps so (routers, correction biases,
+            sinks), float32 tensors of a model that is 16-bit already, and keep_fp32.
+        keep_fp32: Further tensors that stay float32, and train so, in a 16-bit precision. Entries
+            are patterns of names of parameters, buffers or modules, such as ``"*.gate"``, or
+            classes of modules. A module stands for all tensors in it. Its forward has to take
+            inputs of the precision, as in plain PyTorch.
+        max_norm: L2 norm to which step clips gradients; 0: no clipping.
         norm_type: Only 2.0.
-        nonfinite: What step does about NaN and infinite gradients: "skip" the update, count it and
-            warn once; "raise"; or "ignore" them as plain torch does. fp16 always skips.
+        nonfinite: Reaction of step to NaN and infinite gradients: "skip" leaves the update out,
+            counts it and warns once; "raise" raises; "ignore" updates as plain torch does. fp16
+            always skips.
         chunk_bytes: Size of a chunk: bytes or a size. Default: found by search.
-        max_prefetch: Chunks that may be fetched ahead of their use.
-        enable_gradient_accumulation: False: every backward is followed by step, which
-            overlap="backward" needs; nothing else follows from it: gradients accumulate until
-            zero_grad, as in torch, with either value.
-        shard_param_frac: Share of parameters sharded over ranks, in [0, 1]. Every rank keeps all of
-            them in this version, whatever is given.
-        offload_optim_frac: "static": share of the optimizer state, with gradients, on the host.
-        offload_param_frac: "static": share of parameters that stream; needs
+        max_prefetch: Number of chunks that may be fetched ahead of their use.
+        enable_gradient_accumulation: False promises that step follows every backward, which
+            overlap="backward" needs. It changes nothing else: with either value gradients
+            accumulate until zero_grad, as in torch.
+        shard_param_frac: Share of parameters sharded over ranks, in [0, 1]. This version checks the
+            value and does not use it; see zero_stage.
+        offload_optim_frac: With "static": share of the optimizer state, with gradients, on the
+            host.
+        offload_param_frac: With "static": share of parameters that stream; needs
             offload_optim_frac=1.0.
         warmup_non_model_data_ratio: Share of the device budget that chunks leave free before
             there is a trace.
         steady_cuda_cap_ratio: Share of the device budget that plans use. Default 1.0: accounting is
             exact.
-        gpu_margin_mem_ratio: "auto": share, in [0, 1], of the memory that activations and
-            temporaries leave on the device (after the first steps) which chunks with gradients and
-            optimizer states may take for good. 0.0: none, they stay on the host. Default: as much
-            as makes nothing else wait.
-        gather_embeddings: Weights of nn.Embedding modules stay on the host, and forward reads the
-            rows that it looks up there, a GPU over its link: no device memory and no copy for the
-            other rows. Pays where a batch has far fewer tokens than the vocabulary. A weight tied
-            to another module comes to the device for that one. Same bits. For "auto" and "cpu".
-        tile_logits: Whether cross-entropy over the output embedding's logits, and other losses of
-            their rows (log-probabilities, entropies), compute them in tiles of rows, forward and
-            backward, and never hold them all; other uses of the logits get their values. True,
-            False, or how many rows a tile has at most. "auto": where that leaves 1 MiB and 1/16 of
-            device_memory free. One tile is plain PyTorch's bits; with more, the loss and the output
-            embedding's gradient are sums in another order.
-        activations: What becomes of what the model's blocks save for backward: "keep" (it stays,
-            but for what the model's own gradient checkpointing says), "recompute" (backward
-            computes it again), "offload" (it waits in host memory), "auto" (as many blocks keep
-            it as a profile of the first step says is fastest in device_memory, and the others
-            are recomputed, or offloaded as far as host_memory has room),
-            "recompute:mlp" or "offload:mlp" (that part of each block), or a mapping from patterns
-            of block names to all but "auto", {"model.layers.*": "recompute", "model.layers.0":
-            "keep"}, of which the last that matches counts. Bits are plain PyTorch's. "tile:4" runs
-            the MLP of each block, forward and backward, on a quarter of the rows at a time, and
-            "recompute+tile:4" recomputes the rest of the block: the same arithmetic, with gradients
-            of weights that are sums in another order. Default: "auto" where device_memory is given,
-            "keep" elsewhere. That default leaves a block as it is where "auto" is an error: one
-            that is compiled, writes a buffer, is passed a filled cache or has hooks of the user's
-            within; where all fits with ease, for as long as it does; and where the model's own
-            gradient checkpointing is on.
+        gpu_margin_mem_ratio: With "auto": share, in [0, 1], of the device memory that activations
+            and temporaries leave free after the first steps. Resident chunks, with their gradients
+            and optimizer states, may take this share. 0.0: all chunks stay on the host. Default: as
+            much as makes nothing else wait.
+        gather_embeddings: Whether weights of nn.Embedding modules stay in host memory, where
+            forward reads the rows that it looks up; a GPU reads them over its link. The other rows
+            then need no device memory and no copy. This pays where a batch has far fewer tokens
+            than the vocabulary. A weight tied to another module comes to the device for that
+            module. Same bits. For "auto" and "cpu".
+        tile_logits: Whether losses of the output embedding's logits are computed in tiles of rows,
+            forward and backward, so that the full logits are never in memory. Such losses are
+            cross-entropy, and others of single rows (log-probabilities, entropies); other uses of
+            the logits get their values. True, False, or the most rows of a tile. "auto": where
+            tiles save at least 1 MiB and 1/16 of device_memory. One tile gives the bits of plain
+            PyTorch. With more, the loss and the output embedding's gradient are sums in another
+            order.
+        activations: Treatment of the tensors that the model's blocks save for backward. "keep":
+            they stay, except where the model's own gradient checkpointing drops them. "recompute":
+            backward computes them again. "offload": they wait in host memory. "recompute:mlp" and
+            "offload:mlp" do so for the MLP of each block only. "auto": as many blocks keep theirs
+            as a profile of the first step says is fastest in device_memory; the others are
+            recomputed, or offloaded as far as host_memory has room. A mapping from patterns of
+            block names takes all but "auto", for instance {"model.layers.*": "recompute",
+            "model.layers.0": "keep"}; the last pattern that matches counts. All of these give plain
+            PyTorch's bits. "tile:4" runs the MLP of each block, forward and backward, on a quarter
+            of the rows at a time, and "recompute+tile:4" recomputes the rest of the block as well:
+            the same arithmetic, with gradients of weights that are sums in another order. Default:
+            "auto" where device_memory is given, else "keep". The default leaves a block alone where
+            an explicit "auto" raises: the block is compiled, writes a buffer, is passed a filled
+            cache or has hooks of the user's within. It also does nothing while all fits with ease,
+            and where the model's own gradient checkpointing is on.
         initial_scale: fp16: loss scale at the start.
         min_scale: fp16: lowest loss scale.
         growth_factor: fp16: growth of the loss scale.
@@ -140,56 +146,59 @@ class GeminiPlugin:
         growth_interval: fp16: good steps before growth.
         hysteresis: fp16: overflows before reduction.
         max_scale: fp16: highest loss scale.
-        overlap: When a fused optimizer updates the chunks. "none": inside step. "forward": beside
-            what follows step; the modules of the next forward, and whatever else reads a weight,
-            wait for what they need. "backward": as "forward", and chunks whose gradients are
-            complete are updated while backward goes on; exact only where nothing that step learns
-            decides over the update, so it asks for max_norm=0, nonfinite="ignore", no fp16 and
-            enable_gradient_accumulation=False. All give the same bits. Default: "forward" on a GPU
-            where one fused optimizer has all, else "none": the CPU device needs its cores for the
-            model.
-        pin_memory: Homes are page-locked on a GPU, and not on the CPU device, whatever is given;
-            True asks for it and needs a GPU.
-        link_bandwidth: CPU device: bytes per second, or "25GB/s", of an emulated link that
-            parameters pass on their way to the device and back, beside the compute, to try what a
-            GPU's link would do. Default: memory's own speed.
-        trace_file: A trace written by Booster.save_trace: the first step runs by plan.
-        optim_state_format: How Adam's state is kept: "fp32", or with precision="bf16" "split",
-            "split_bf16" or "split_int8": 12, 10, 6 or 4 bytes a parameter beside weight and
-            gradient; SGD and Lion have the first two, and keep less. "split" takes the same steps
-            as "fp32" bit for bit. Default: HybridAdam's, or else "split" for bf16, else "fp32".
-        seed: Of the stochastic rounding in "split_bf16" and "split_int8"; the same seed gives the
-            same bits. Default: what HybridAdam was given, or else 0.
-        nvme_path: A directory on an NVMe device, or several on different ones, for optimizer state
-            that the host has no room for. A preallocated file in each, removed at the end. Default:
-            what HybridAdam was given, or else no such tier.
-        nvme_memory: What may be taken there: bytes or a size. Default: what the disks have. With
-            activations="auto", and where they are offloaded by hand, all of it is taken: for those
-            that host_memory has no room for.
-        nvme_offload_fraction: Share of the optimizer state that goes there at least, in [0, 1].
-            Default: what HybridAdam was given, or else what does not fit host_memory.
-        nvme_verify: Whether what comes back is compared with checksums of what was written.
-        zero_stage: What several ranks keep parts of at least (ZeRO): 1: masters and optimizer
-            states; 2: gradients too; 3: weights too. "auto": what costs no exchange: 3 where ranks
-            share memory, which have one copy of weights and gradients, and 1 elsewhere. With 2
-            elsewhere each rank has its part of every chunk's gradients in host_memory, and all of a
-            chunk's until all ranks have theirs, or while p.grad is read. With 3 also of its
-            weights, and reads the others' when it needs the chunk, through a window of four chunks;
-            weights change in step and in loads alone then. 2 and 3 are for the CPU device.
-            report().zero_stage is what runs.
-        extra_dp_size: Copies of the weights that n ranks keep with zero_stage=3 where they share no
-            memory (HSDP): each is cut over n / extra_dp_size ranks that are neighbours. A rank
-            reads of those alone, so that what it needs comes from near ones, and keeps
-            extra_dp_size / n of the weights in host_memory. Gradients and optimizer states stay cut
-            over all ranks. Same bits. Ranks that share memory keep a copy on each machine: their
-            number is accepted there.
-        **not_yet: Names of later versions and of Colossal-AI's plugin: accepted at the value that
-            asks for nothing.
+        overlap: Time at which a fused optimizer updates the chunks. "none": inside step. "forward":
+            beside the work that follows step; the modules of the next forward, and any other reader
+            of a weight, wait for the chunks they need. "backward": as "forward", and chunks whose
+            gradients are complete are updated while backward goes on. The update may then not
+            depend on what step learns, so "backward" needs max_norm=0, nonfinite="ignore", no fp16
+            and enable_gradient_accumulation=False. All give the same bits. Default: "forward" on a
+            GPU where one fused optimizer holds all parameters, else "none": the CPU device needs
+            its cores for the model.
+        pin_memory: True requires page-locked host storage and needs a GPU. The value changes
+            nothing else: host storage is always page-locked on a GPU, and never on the CPU device.
+        link_bandwidth: CPU device: bandwidth of an emulated link, to try what a GPU's link would
+            do: bytes per second, or "25GB/s". Parameters pass it on their way to the device and
+            back, beside the compute. Default: memory's own speed.
+        trace_file: Trace written by Booster.save_trace; with it the first step runs by plan.
+        optim_state_format: Format of Adam's state: "fp32", or with precision="bf16" "split",
+            "split_bf16" or "split_int8". They take 12, 10, 6 or 4 bytes a parameter beside weight
+            and gradient. SGD and Lion have the first two, and keep less. "split" takes the same
+            steps as "fp32" bit for bit. Default: HybridAdam's, or else "split" for bf16, else
+            "fp32".
+        seed: Seed of the stochastic rounding in "split_bf16" and "split_int8"; the same seed gives
+            the same bits. Default: HybridAdam's, or else 0.
+        nvme_path: Directory on an NVMe device, or several on different ones, for optimizer state
+            that the host has no room for. Each gets a preallocated file, removed at the end.
+            Default: HybridAdam's, or else no NVMe tier.
+        nvme_memory: NVMe budget: bytes or a size. Default: what the disks have. A given budget is
+            taken in full at boost with activations="auto" or "offload": it then also holds
+            activations that host_memory has no room for.
+        nvme_offload_fraction: Least share of the optimizer state on NVMe, in [0, 1]. Default:
+            HybridAdam's, or else what does not fit host_memory.
+        nvme_verify: Whether reads from NVMe are compared with checksums of what was written.
+        zero_stage: Least ZeRO stage of several ranks, which shard with 1: masters and optimizer
+            states; 2: gradients too; 3: weights too. "auto" takes the stage that costs no exchange:
+            3 where ranks share memory, and so have one copy of weights and gradients, and 1
+            elsewhere. Stage 2 between ranks that share no memory keeps a rank's shard of every
+            chunk's gradients in host_memory. A chunk's full gradients are there until all ranks
+            have theirs, and while p.grad is read. Stage 3 also shards the weights: a rank reads the
+            other shards when it needs the chunk, through a window of four chunks, and weights
+            change in step and in loads alone. 2 and 3 are for the CPU device. report().zero_stage
+            is the stage that runs.
+        extra_dp_size: Number of copies of the weights that n ranks keep with zero_stage=3 where
+            they share no memory (HSDP). Each copy is sharded over n / extra_dp_size neighbouring
+            ranks, and a rank reads from its neighbours alone. It keeps extra_dp_size / n of the
+            weights in host_memory. Gradients and optimizer states stay sharded over all ranks. Same
+            bits. Ranks that share memory keep one copy on each machine; the number of machines is
+            accepted there.
+        **not_yet: Arguments of later versions and of Colossal-AI's plugin, accepted at the value
+            that asks for nothing.
 
     Raises:
         ValueError: A value is out of range, or two contradict each other.
         TypeError: A value has the wrong type, or an argument does not exist.
-        NotImplementedError: An argument asks for what this version lacks; the message names it.
+        NotImplementedError: An argument asks for something this version lacks; the message names
+            it.
         UsageError: There is no such GPU, or torch has no CUDA.
         ImportError: castor was built without its GPU parts.
     """
@@ -350,27 +359,37 @@ class GeminiPlugin:
         drop_last: bool = False,
         **options: Any,
     ) -> DataLoader[Any]:
-        """A loader of this rank's part of `dataset`, as long on every rank; alone, of all of it.
+        """Returns a loader of this rank's shard of `dataset`; one process alone loads all of it.
 
-        Call `loader.sampler.set_epoch(epoch)` for another order in each epoch. `batch_size` counts
-        one rank's samples; `options` are DataLoader's. Checkpoints keep its position. TypeError of
-        datasets without a length, and of a sampler.
+        The loader is as long on every rank, and checkpoints keep its position. Call
+        `loader.sampler.set_epoch(epoch)` for another order in each epoch.
+
+        Args:
+            dataset: Dataset with a length.
+            batch_size: Number of samples of one rank's batch.
+            shuffle: Whether samples come in random order.
+            seed: Seed of that order.
+            drop_last: Whether samples that fill no batch on every rank are left out.
+            **options: Further arguments of DataLoader.
+
+        Raises:
+            TypeError: The dataset has no length, or a sampler was given.
         """
         options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         place = data_rank_and_size(self._division.ranks, self._division.experts_alone)
         return loader_of_rank(dataset, place, batch_size=batch_size, **options)
 
     def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Engine:
-        """Takes model and optimizers over, in place. Called by Booster.boost.
+        """Takes model and optimizers over, in place. Booster.boost calls it.
 
         Raises:
-            UsageError: The model or an optimizer cannot be boosted, tile_logits is not "auto" and
-                the model has no logits that castor can compute in tiles, keep_fp32 has an entry
-                that matches nothing in it, or the ranks were given different ones; neither is
-                changed.
-            OutOfMemoryError: A budget is too small; neither is changed.
-            NotImplementedError: An optimizer is not supported in this precision, or a setting with
-                several optimizers or ranks.
+            UsageError: The model or an optimizer cannot be boosted. tile_logits is not "auto" and
+                the model has no logits that castor can compute in tiles. keep_fp32 has an entry
+                that matches nothing in the model. Or the ranks were given different models or
+                settings. Model and optimizers are unchanged.
+            OutOfMemoryError: A budget is too small; model and optimizers are unchanged.
+            NotImplementedError: An optimizer is not supported in this precision, or a setting is
+                not supported with several optimizers or ranks.
             ValueError: HybridAdam's optim_state_format, seed or nvme_offload_dir contradicts the
                 plugin's, the precision does not have the format, or extra_dp_size does not divide
                 the ranks.
@@ -434,13 +453,13 @@ class GeminiPlugin:
 
 
 def _activations(asked: Activations | None, device_memory: int | str | None) -> Activations:
-    """Chooses what becomes of activations: a budget that somebody gives is kept to."""
+    """Returns the treatment of activations: by default "auto" where a device budget is given."""
     if asked is not None:
         return asked
     return "keep" if device_memory is None else "auto"
 
 
 def _arm(driver: StepDriver, held: weakref.ref[Optimizer], *_: Any) -> None:
-    """A pre-hook of a model whose backward may update chunks."""
+    """Lets the coming backward update chunks; a forward pre-hook of the model."""
     if torch.is_grad_enabled() and (optimizer := held()) is not None:
         driver.arm(optimizer)

@@ -21,67 +21,75 @@ _MODES: tuple[str, ...] = (*get_args(Mode), BETWEEN_LAYERS)
 
 
 class HybridParallelPlugin(GeminiPlugin):
-    """Divides layers, experts, sequences and stages among neighbours, which train one model.
+    """Tensor, sequence, context, expert and pipeline parallelism over chunk-based memory.
 
-    Tensor parallelism (Shoeybi et al. 2019, section 3): of each attention and MLP a rank has some
-    heads and hidden units, and of the vocabulary some rows; p.grad and optimizer.state are of a
-    rank's part. Sequence parallelism (Jacobs et al. 2023, section 3): each rank computes some of
-    the tokens, and in attention some of the heads for all tokens. Expert parallelism (Lepikhin et
-    al. 2020, section 3.1): of the experts of each layer a rank has some, whole, and computes the
-    tokens that chose them, however many, of all ranks. Groups of tp_size * sp_size * pp_size ranks
-    train with other data, and take the same whole batches, which prepare_dataloader sees to; ranks
-    with the same part of the model share optimizer states (ZeRO) as with GeminiPlugin.
+    Tensor parallelism (Shoeybi et al. 2019, section 3): a rank has some heads of each attention,
+    some hidden units of each MLP and some rows of the vocabulary. p.grad and optimizer.state are
+    this rank's shards. Context parallelism with sp_size (Jacobs et al. 2023, section 3): each rank
+    computes some of the tokens, and in attention some of the heads for all tokens. Expert
+    parallelism (Lepikhin et al. 2020, section 3.1): a rank has some full experts of each layer. It
+    computes all tokens of all ranks that chose them, with no capacity limit.
+
+    Groups of tp_size * sp_size * pp_size ranks train one model with other data. The ranks of a
+    group take the same full batches, as prepare_dataloader arranges. Ranks with the same shard of
+    the model share optimizer states (ZeRO) as with GeminiPlugin.
 
     Args:
-        plan: A file of `castor plan`, whose sizes, sequence_parallelism_mode, schedule and
-            activations are taken, and where it counts on NVMe host_memory, nvme_path and
-            nvme_memory; "auto": that of `castor run --plan`. None: they are given here.
-        tp_size: Ranks among which layers are divided. It divides the number of attention heads, and
-            either divides the number of key-value heads or is a multiple of it: then several ranks
-            share a head.
-        parallel_output: Only with tp_size > 1: whether transformers' loss of a causal language
-            model is computed of each rank's part of the vocabulary, and nobody has all logits:
-            outputs of forwards with labels have none. False: every rank has them, and tile_logits
-            is off.
-        ep_size: Ranks among which the experts of transformers' mixtures are divided: those of
-            tp_size where that is more than 1, and otherwise ranks with data of their own, which
-            have all that is no expert and exchange tokens at the experts. Experts need not be a
-            multiple of it.
-        sp_size: Ranks among which sequences are divided while there are gradients; without, each
-            computes whole ones. It divides sequences. For decoders of transformers whose attention
-            goes through its registry. A loss is that of all tokens; beside it there are no logits.
-        sequence_parallelism_mode: "all_to_all": in attention a rank has some of the heads, whose
-            number sp_size divides, of all tokens. "all_gather": its tokens, and the keys and values
-            of all. "ring_attn": its tokens, and the keys and values of one rank after the other
-            (Liu et al. 2023), which nobody has all of. "split_gather", without sp_size: the
-            ranks of tp_size divide tokens of what lies between their layers, norms, dropouts and
-            residuals (Korthikanti et al. 2022, section 4.2.2), for models whose blocks castor
-            knows; tp_size divides sequences. Default: "all_to_all".
-        pp_size: Ranks among which the model is divided into stages (Narayanan et al. 2021), for
-            models of transformers whose hidden states go through a row of blocks, or two (T5: the
-            encoder's and the decoder's). The loop calls
-            booster.execute_pipeline instead of the model; so it may with pp_size=1, which
-            accumulates the micro-batches, where it is told how batches are divided.
-        pp_style: "1f1b", "gpipe", "interleaved", where each rank has num_model_chunks stages, or
-            "zbv" (Qi et al. 2023, section 6), where each has two, the first and the last the same
-            rank's, and weights' gradients are computed later than those of hidden states.
-        num_microbatches: Parts of a batch that follow each other through the stages; with "1f1b" at
-            least pp_size, with "interleaved" a multiple of it.
-        microbatch_size: Rows of each instead.
-        num_model_chunks: Stages of each rank. None: what pp_style needs, 2 with "interleaved" and
-            "zbv" and 1 otherwise.
-        num_layers_per_stage: Blocks of each stage, an encoder's before its decoder's; None: so that
-            the most expensive stage is as cheap as it can be, by the elements of matrices.
-        tp_plan: How layers are divided, as names of modules and parameters (with * for numbers) and
-            styles; see castor.distributed.tensor_plan. Default: castor's plan for the model's
-            family (BERT, BLOOM, Falcon, GPT-2, GPT-J, OPT, T5, ViT), or transformers' tp_plan.
-        **gemini: GeminiPlugin's arguments; budgets are one rank's. With activations="auto" ranks of
-            tp_size, ep_size and sp_size decide alike.
+        plan: File written by `castor plan`, or "auto" for the plan of `castor run --plan`. The plan
+            sets the sizes, sequence_parallelism_mode, schedule and activations. Where it counts on
+            NVMe, it also sets host_memory, nvme_path and nvme_memory. None: the arguments set them.
+        tp_size: Number of tensor-parallel ranks. It divides the number of attention heads, and
+            either divides the number of key-value heads or is a multiple of it; as a multiple,
+            several ranks share a head.
+        parallel_output: Whether each rank computes transformers' loss of a causal language model
+            from its shard of the vocabulary; only with tp_size > 1. No rank then has all logits:
+            outputs of forwards with labels have none. False: every rank has all logits, and
+            tile_logits is off.
+        ep_size: Number of expert-parallel ranks, for transformers' mixtures of experts. With
+            tp_size > 1 they are the tensor-parallel ranks. Otherwise they are ranks with data of
+            their own, which have full copies of all other layers and exchange tokens at the
+            experts. The number of experts need not be a multiple of ep_size.
+        sp_size: Number of ranks that shard each sequence in forwards with gradients; in forwards
+            without, each rank computes full sequences. It divides the length of sequences. For
+            decoders of transformers whose attention goes through its registry. A loss covers all
+            tokens; outputs with a loss have no logits.
+        sequence_parallelism_mode: Way to compute attention over sharded sequences. "all_to_all":
+            a rank has some heads for all tokens; sp_size divides the number of heads. "all_gather":
+            a rank has its tokens, and the keys and values of all. "ring_attn": a rank has its
+            tokens, and the keys and values of one rank after the other (Liu et al. 2023), so that
+            no rank has all. "split_gather", without sp_size, is sequence parallelism between
+            tensor-parallel layers (Korthikanti et al. 2022, section 4.2.2). There the
+            tensor-parallel ranks shard the tokens of norms, dropouts and residuals. It is for
+            models whose blocks castor knows, and tp_size divides the length of sequences. Default:
+            "all_to_all".
+        pp_size: Number of ranks that have the pipeline stages (Narayanan et al. 2021). For models
+            of transformers whose hidden states go through one row of blocks, or two (T5: the
+            encoder's and the decoder's). The loop calls booster.execute_pipeline instead of the
+            model. With pp_size=1 the loop may call it too, where num_microbatches or
+            microbatch_size is given: it then accumulates the micro-batches.
+        pp_style: Pipeline schedule: "1f1b", "gpipe", "interleaved" or "zbv" (Qi et al. 2023,
+            section 6). With "interleaved" each rank has num_model_chunks stages. With "zbv" each
+            rank has two, the first rank the first and the last stage, and gradients of weights are
+            computed later than those of hidden states.
+        num_microbatches: Number of micro-batches of a batch; with "1f1b" at least pp_size, with
+            "interleaved" a multiple of it.
+        microbatch_size: Number of rows of a micro-batch, instead of num_microbatches.
+        num_model_chunks: Number of stages of each rank. None: 2 with "interleaved" and "zbv", and 1
+            otherwise.
+        num_layers_per_stage: Number of blocks of each stage, an encoder's before its decoder's.
+            None: so that the most expensive stage is as cheap as possible, by the elements of
+            matrices.
+        tp_plan: Tensor-parallel plan: names of modules and parameters (with ``*`` for numbers)
+            and their styles; see castor.distributed.tensor_plan. Default: castor's plan for the
+            model's family (BERT, BLOOM, Falcon, GPT-2, GPT-J, OPT, T5, ViT), or transformers'
+            tp_plan.
+        **gemini: GeminiPlugin's arguments; budgets are one rank's. With activations="auto" the
+            ranks of tp_size, ep_size and sp_size decide alike.
 
     Raises:
         NotImplementedError: A setting does not go with the sizes; the message names it.
-        ValueError: parallel_output=True with tp_size=1, or an argument that the plan gives; see
-            GeminiPlugin.
+        ValueError: parallel_output=True with tp_size=1, or an argument that the plan sets was given
+            as well; see GeminiPlugin.
         UsageError, OSError: There is no plan, or it cannot be read; see GeminiPlugin.
         TypeError, ImportError: See GeminiPlugin.
     """
@@ -177,7 +185,7 @@ def _layout_of(
     """Returns the arguments of this plugin and of GeminiPlugin that a plan sets.
 
     Raises:
-        ValueError: One is given as well.
+        ValueError: An argument that the plan sets was given as well.
         UsageError, OSError: See planned_layout.
     """
     planned = planned_layout(plan)
@@ -193,7 +201,7 @@ def _layout_of(
 
 
 def _check_between_layers(tp_size: int, sp_size: int) -> None:
-    """Raises ValueError or NotImplementedError where nothing lies between divided layers."""
+    """Raises ValueError or NotImplementedError unless "split_gather" fits the sizes."""
     asked = f"sequence_parallelism_mode={BETWEEN_LAYERS!r}"
     if tp_size == 1:
         raise ValueError(
@@ -222,7 +230,7 @@ def _stages(
     *,
     layers: Sequence[int] | None,
 ) -> Stages | None:
-    """Returns the division into stages by pp_size; None: there is one stage.
+    """Returns the pipeline stages that the arguments ask for; None: they ask for none.
 
     Raises:
         TypeError, ValueError: An argument is wrong, or two contradict each other.
@@ -272,7 +280,7 @@ def _stages(
 
 
 def _check_kept(activations: Activations) -> None:
-    """Raises NotImplementedError where backward would run forwards again."""
+    """Raises NotImplementedError if backward would run forwards again, which "zbv" cannot do."""
     chosen = [activations] if isinstance(activations, str) else activations.values()
     for text in chosen:
         choice = BlockChoice.parse("recompute" if text == "auto" else text)  # as "auto" begins

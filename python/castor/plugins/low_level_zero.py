@@ -1,4 +1,4 @@
-"""Optimizer states and gradients in parts (Colossal-AI's LowLevelZeroPlugin)."""
+"""Sharded optimizer states and gradients (Colossal-AI's LowLevelZeroPlugin)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BY_OFFLOAD = {
     "zero_stage": "give stage",
     "gpu_margin_mem_ratio": "it is for placement_policy='auto' of GeminiPlugin",
 }
-"""Arguments of GeminiPlugin that this plugin decides, and what to do instead."""
+"""Arguments of GeminiPlugin that this plugin sets itself, each with what to do instead."""
 
 _NOT_OURS: dict[str, tuple[object, str]] = {
     "reduce_bucket_size_in_m": (12, "ranks exchange chunks: give chunk_bytes"),
@@ -34,28 +34,30 @@ _NOT_OURS: dict[str, tuple[object, str]] = {
     "cast_inputs": (True, "inputs have the working precision"),
     "verbose": (False, "see booster.report()"),
 }
-"""Arguments of Colossal-AI's plugin that nothing here does: the value that asks for nothing."""
+"""Unsupported arguments of Colossal-AI's plugin: the accepted value, and what to do instead."""
 
 
 class LowLevelZeroPlugin(GeminiPlugin):
-    """Keeps parameters on the device; ranks share the rest (ZeRO; Rajbhandari et al. 2020).
+    """ZeRO stages 1 and 2 with parameters on the device (Rajbhandari et al. 2020).
 
-    Stage 1 (section 5.1): each rank keeps and updates its part of the optimizer state. Stage 2
-    (section 5.2): gradients are kept once for all as well, by ranks of one machine.
+    Stage 1 (section 5.1): each rank keeps and updates its shard of the optimizer state. Stage 2
+    (section 5.2): the ranks of one machine also keep one common copy of the gradients.
 
     Args:
-        stage: 1 or 2. Stage 2 needs cpu_offload=True and ranks that share memory, not on GPUs.
-            Stage 1 with cpu_offload=True takes no more memory where they do.
+        stage: ZeRO stage, 1 or 2. Stage 2 needs cpu_offload=True and ranks that share memory, not
+            on GPUs. For such ranks stage 1 with cpu_offload=True takes no more memory.
         cpu_offload: Whether gradients, master weights and optimizer states are in host memory,
             where the update runs too. False: everything is on the device.
-        **gemini: GeminiPlugin's arguments, but for those that say where things are; and those of
-            Colossal-AI's plugin at the value that asks for nothing.
+        **gemini: GeminiPlugin's arguments, except those that this plugin sets itself
+            (placement_policy, tensor_placement_policy, offload_optim_frac, offload_param_frac,
+            gpu_margin_mem_ratio, zero_stage). Further arguments of Colossal-AI's plugin are
+            accepted at the value that asks for nothing.
 
     Raises:
-        ValueError: The stage is another one; see GeminiPlugin.
-        NotImplementedError: stage=2 with cpu_offload=False, or an argument asks for what this
+        ValueError: The stage is neither 1 nor 2; see GeminiPlugin.
+        NotImplementedError: stage=2 with cpu_offload=False, or an argument asks for something this
             version lacks; the message names it.
-        TypeError: An argument of GeminiPlugin says where things are; see GeminiPlugin.
+        TypeError: An argument is one that this plugin sets itself; see GeminiPlugin.
         UsageError, ImportError: See GeminiPlugin.
     """
 
@@ -88,9 +90,9 @@ class LowLevelZeroPlugin(GeminiPlugin):
         """See GeminiPlugin.
 
         Raises:
-            NotImplementedError: stage=2 on several GPUs, or of an optimizer that castor does not
-                run; see GeminiPlugin.
-            UsageError: stage=2, and ranks do not share memory; see GeminiPlugin.
+            NotImplementedError: stage=2 runs on several GPUs, or with an optimizer that castor does
+                not run; see GeminiPlugin.
+            UsageError: stage=2 runs with ranks that do not share memory; see GeminiPlugin.
         """
         _, size = rank_and_size()
         if self._stage == 2 and size > 1 and self.config.device != "cpu":

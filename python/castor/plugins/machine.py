@@ -18,21 +18,21 @@ _USABLE_SHARE = 0.95
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device that GeminiPlugin(device=...) means.
+    """Resolves GeminiPlugin(device=...) to a device of this machine.
 
     Args:
-        device: "cpu", "cuda" or "cuda:1"; None: the GPU if there is one, else the CPU. Of several
-            ranks on a machine "cuda" is the GPU of the number that LOCAL_RANK says, and torch's
-            current one from then on.
+        device: "cpu", "cuda" or "cuda:1"; None: the GPU if there is one, else the CPU. With several
+            ranks on a machine "cuda" is the GPU that LOCAL_RANK numbers, and torch's current device
+            from then on.
 
     Returns:
-        One with an index if it is a GPU.
+        The device; a GPU with its index.
 
     Raises:
         UsageError: There is no such GPU, or none for this rank, or this torch has no CUDA.
         ValueError: The text names no device.
         ImportError: castor was built without its GPU parts, or for another CUDA than torch.
-        NotImplementedError: A device of another kind.
+        NotImplementedError: The device is neither a CPU nor a CUDA GPU.
     """
     chosen = named_device(device)
     if chosen.type == "cpu":
@@ -41,10 +41,10 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def named_device(device: str | torch.device | None) -> torch.device:
-    """Checks that this machine has a device, and takes nothing of it.
+    """Checks that this machine has a device, without taking any of its memory.
 
     Args:
-        device: As choose_device's.
+        device: See choose_device.
 
     Returns:
         The device, without an index where none was given.
@@ -73,13 +73,13 @@ def named_device(device: str | torch.device | None) -> torch.device:
 
 
 def _own_gpu() -> int:
-    """Returns the GPU of this process where none was named.
+    """Returns the index of this process's GPU where the user named none.
 
     Raises:
-        UsageError: The machine has fewer than ranks.
+        UsageError: The machine has fewer GPUs than ranks.
     """
     ranks, count = ranks_of_node(), torch.cuda.device_count()
-    # A script that has started its processes itself may have said which computes where.
+    # A script that starts its processes itself may have set the current device of each.
     if ranks == 1 or ("LOCAL_RANK" not in os.environ and torch.cuda.current_device() > 0):
         return torch.cuda.current_device()
     if 1 < count < ranks:
@@ -87,7 +87,7 @@ def _own_gpu() -> int:
             f"{ranks} ranks were started on this machine, and torch finds {count} GPUs: start "
             f"{count}, or say which GPU a rank computes on, with device='cuda:0'"
         )
-    # Where there is one, launchers may have given each rank another (CUDA_VISIBLE_DEVICES).
+    # A single visible GPU may be another one on each rank: launchers set CUDA_VISIBLE_DEVICES.
     index = rank_of_node() if count > 1 else 0
     torch.cuda.set_device(index)  # "cuda" means the same to the rest of the script
     return index
@@ -117,10 +117,11 @@ def check_cuda(device: torch.device) -> None:
 def choose_budgets(
     device: torch.device, device_bytes: int | None, host_bytes: int | None
 ) -> tuple[int, int]:
-    """The budgets of the device and the host, with defaults for those that are None.
+    """Returns the budgets of the device and the host in bytes, with defaults for None.
 
-    A GPU has 95% of what is free there or cached by torch, and the host what castor.config.memory
-    calls usable, which the ranks of one machine share. The CPU device shares that with the host.
+    The default of a GPU is 95% of the memory that is free there or cached by torch. The default of
+    the host is the usable memory of castor.config.memory, which the ranks of one machine share. The
+    CPU device shares that memory with the host.
     """
     if device_bytes is not None and host_bytes is not None:
         return device_bytes, host_bytes
@@ -136,12 +137,12 @@ def choose_budgets(
 def warn_of_budgets(
     device: torch.device, device_bytes: int, host_bytes: int, *, stacklevel: int
 ) -> None:
-    """Warns of budgets that this process could not fill: the kernel would kill it first.
+    """Warns of budgets above the memory of the machine: the kernel kills a process that fills them.
 
     Args:
-        device: A CPU device's memory is the host's.
-        device_bytes: Its budget.
-        host_bytes: That of the host tier.
+        device: Device of the model; the CPU device's memory is the host's.
+        device_bytes: Budget of the device.
+        host_bytes: Budget of the host tier.
         stacklevel: As warnings.warn counts, from the caller of this function.
     """
     on_cpu = device.type == "cpu"
@@ -166,17 +167,19 @@ def warn_of_budgets(
 def check_gpus(
     layout: RankLayout, device: torch.device, device_bytes: int, *, stacklevel: int
 ) -> None:
-    """Whether every rank has a GPU of its own. Collective; nothing is asked of the CPU device.
+    """Checks that every rank has a GPU of its own. Collective; does nothing on the CPU device.
+
+    Ranks that share a GPU which has room for all their budgets get a warning.
 
     Args:
-        layout: Of all ranks.
-        device: This rank's.
-        device_bytes: Its budget there.
+        layout: Layout of all ranks.
+        device: Device of this rank.
+        device_bytes: Budget of this rank on the device.
         stacklevel: As warnings.warn counts, from the caller of this function.
 
     Raises:
         UsageError: The budgets of ranks that share a GPU come to more than its memory; every rank
-            raises it. Those that share one in their budgets are warned.
+            raises it.
     """
     if device.type == "cpu":
         return

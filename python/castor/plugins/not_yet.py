@@ -7,8 +7,8 @@ from typing import Any
 
 from castor.config import did_you_mean
 
-# Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour: the value that
-# asks for nothing, and what to do instead.
+# Arguments of Colossal-AI's GeminiPlugin that this version knows but cannot honour, each with the
+# value that asks for nothing, and what to do instead.
 NOT_YET: dict[str, tuple[object, str]] = {
     "chunk_config_dict": (None, "give chunk_bytes"),
     "chunk_init_device": (None, "chunks are built on the host"),
@@ -49,11 +49,11 @@ def arguments_of(plugin: type) -> frozenset[str]:
 
 
 def check_not_yet(plugin: type, arguments: dict[str, Any]) -> None:
-    """Takes what asks for nothing.
+    """Checks arguments that a plugin accepts only at the value that asks for nothing.
 
     Raises:
         TypeError: There is no such argument.
-        NotImplementedError: It asks for something.
+        NotImplementedError: An argument has another value.
     """
     for name, value in arguments.items():
         if name not in NOT_YET:

@@ -13,27 +13,28 @@ from castor.runtime.boosted_model import BoostedModel
 
 @runtime_checkable
 class Plugin(Protocol):
-    """Sets models and their optimizers up for one way to train.
+    """One way to train, for which it sets up models and their optimizers.
 
-    It turns its own arguments into EngineSettings, or has torch's own classes train: the runtime
-    knows no plugin. Booster and checkpoints ask what configure has left, whichever plugin made it.
+    A plugin turns its own arguments into EngineSettings, or has torch's own classes train; the
+    runtime knows no plugin. Booster and checkpoints use the BoostedModel that configure returns,
+    whichever plugin made it.
     """
 
     @property
     def scales_loss(self) -> bool:
-        """Whether backward multiplies the loss, and so has to be given the optimizer."""
+        """Whether backward scales the loss, and so needs the optimizer."""
         ...
 
     def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> BoostedModel:
-        """Takes a model and the optimizers over it, of which there may be none, in place."""
+        """Takes over a model and its optimizers, if any, in place."""
         ...
 
 
 def list_of_optimizers(given: Any) -> list[Optimizer]:
-    """Returns the optimizers that boost was given as a list: none, one or several.
+    """Returns the optimizers that boost was given, as a list: none, one or several.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The argument is no optimizer and no list of optimizers.
     """
     optimizers = list(given) if isinstance(given, list | tuple) else [given]
     if given is None:

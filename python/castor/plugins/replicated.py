@@ -26,8 +26,8 @@ class CastingForward(OwnForward):
         """Wraps the forward that the model has now.
 
         Args:
-            model: Has parameters on the CPU.
-            dtype: That operators compute in where autocast says so; None: as they are called.
+            model: Model with parameters on the CPU.
+            dtype: Type of autocast; None: no autocast.
         """
         super().__init__(model)
         self._forward: Callable[..., Any] = model.forward
@@ -44,7 +44,7 @@ class CastingForward(OwnForward):
 
 
 class Whole(nn.Module):
-    """A model as DistributedDataParallel is given it: it calls what the forward was."""
+    """The module that DistributedDataParallel wraps: the model, with its original forward."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Whole(nn.Module):
 
 
 class ReplicatedModel(TorchModel):
-    """One of which every rank has all, and DistributedDataParallel brings gradients together."""
+    """A model that every rank has in full; DistributedDataParallel reduces its gradients."""
 
     def __init__(
         self,
@@ -83,9 +83,10 @@ class ReplicatedModel(TorchModel):
 
     @torch.no_grad()
     def bring_together(self) -> None:
-        """Takes the mean of gradients that no_sync has left apart, and shares written buffers.
+        """Averages gradients that no_sync left unreduced, and shares written buffers. Collective.
 
-        Here, as the forwards that follow may be without gradients, and no rank waits in those.
+        Buffers are shared here because the forwards that follow may be without gradients, and ranks
+        do not wait for each other in those.
         """
         told = self._peers.gather((self.apart, self._buffers.written()))
         self._buffers.share({number for _, written in told for number in written})
@@ -104,9 +105,10 @@ class ReplicatedModel(TorchModel):
 
 
 class ReplicatedForward(CastingForward):
-    """The forward of a model whose passes DistributedDataParallel follows.
+    """The forward of a model that DistributedDataParallel wraps.
 
-    Without gradients it is the model's own: ranks may evaluate different batches, or one alone.
+    Without gradients it is the model's own forward: ranks may evaluate different batches, or one
+    rank alone may evaluate.
     """
 
     def __init__(
@@ -126,5 +128,5 @@ class ReplicatedForward(CastingForward):
         with self._casting():
             if not torch.is_grad_enabled():
                 return self._forward(*args, **kwargs)
-            self._boosted.pass_begins()  # here DistributedDataParallel asks whether no_sync is on
+            self._boosted.pass_begins()  # DistributedDataParallel reads the state of no_sync here
             return self._ddp(*args, **kwargs)

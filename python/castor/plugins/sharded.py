@@ -23,16 +23,16 @@ from castor.runtime.torch_model import TorchModel
 
 
 class ShardedModel(TorchModel):
-    """One of which every rank has a part of each parameter, and fully_shard brings them together.
+    """A model whose parameters every rank shards, and which fully_shard gathers for passes.
 
-    Between passes the model's parameters are the parts: after a forward without gradients as after
+    Between passes the model's parameters are the shards, after a forward without gradients as after
     a backward.
     """
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], *, ranks: Peers | None
     ) -> None:
-        """See TorchModel; the model is divided."""
+        """See TorchModel; fully_shard has sharded the model."""
         super().__init__(model, optimizers, ranks=ranks, trained_by="fully_shard")
         self._model = weakref.ref(model)
         self._shards = Shards(model, ranks)
@@ -43,14 +43,14 @@ class ShardedModel(TorchModel):
         """See TorchModel."""
         super().synchronise(on)
         model: Any = self._model()
-        if model is not None and self.ranks is not None:  # alone, each backward may as well
+        if model is not None and self.ranks is not None:  # one process alone has nothing to reduce
             model.set_requires_gradient_sync(on)
 
     def bring_together(self) -> None:
         """See TorchModel.
 
         Raises:
-            UsageError: The last backward was under no_sync, on whichever rank.
+            UsageError: The last backward was under no_sync on some rank.
         """
         if self.ranks and any(self.ranks.gather(self.apart)):
             raise UsageError(
@@ -70,7 +70,7 @@ class ShardedModel(TorchModel):
         return self._shards.on_first(work, parts_of)
 
     def _reshard(self) -> None:
-        """After a forward whose backward has not come."""
+        """Shards parameters that a forward without its backward has left full."""
         from torch.distributed.fsdp import FSDPModule
 
         model = self._model()
@@ -80,7 +80,7 @@ class ShardedModel(TorchModel):
 
 
 def groups_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that are gathered at once: unshared blocks, and the model."""
+    """Returns the modules whose parameters are gathered at once: unshared blocks, and the model."""
     owners: dict[nn.Parameter, set[int]] = {}
     blocks = list(find_blocks(model).values())
     inside = {id(module): i for i, block in enumerate(blocks) for module in block.modules()}
@@ -93,11 +93,11 @@ def groups_of(model: nn.Module) -> list[nn.Module]:
 
 
 def islands_of(model: nn.Module, working: torch.dtype) -> list[nn.Module]:
-    """The modules whose parameters stay float32, the outermost of each; see tensor_types.
+    """Returns the outermost modules whose parameters all stay float32; see tensor_types.
 
     Raises:
-        NotImplementedError: One stays float32 beside others in a module that fully_shard would have
-            to gather in two types.
+        NotImplementedError: A parameter stays float32 in a module with others that do not, which
+            fully_shard would have to gather in two types.
     """
     types = tensor_types(model, working)
     kept = {
@@ -122,7 +122,7 @@ def islands_of(model: nn.Module, working: torch.dtype) -> list[nn.Module]:
 
 
 def check_divisible(model: nn.Module) -> None:
-    """Raises UsageError of a parameter that fully_shard does not take."""
+    """Raises UsageError if fully_shard does not take a parameter: a scalar, or not contiguous."""
     for name, param in model.named_parameters():
         wrong = "has no dimension" if param.ndim == 0 else "is not contiguous"
         if param.ndim == 0 or not param.is_contiguous():
@@ -133,7 +133,7 @@ def check_divisible(model: nn.Module) -> None:
 
 
 def repoint(optimizers: Sequence[Optimizer], new: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Has optimizers step the parameters that stand for the ones that they were made with."""
+    """Replaces the parameters of optimizers by the new ones, by identity."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"][:] = [new[param] for param in group["params"]]
@@ -146,7 +146,7 @@ def _forward_begins(boosted: ShardedModel, *_: Any) -> None:
 
 def _forward_is_over(boosted: ShardedModel, module: Any, _: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
-        module.reshard()  # no backward does it
+        module.reshard()  # no backward will do it
         return
     for tensor in tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -154,5 +154,5 @@ def _forward_is_over(boosted: ShardedModel, module: Any, _: Any, output: Any) ->
 
 
 def _backward_begins(boosted: ShardedModel, _: torch.Tensor) -> None:
-    """It is here that fully_shard asks whether no_sync is on."""
+    """Begins a pass of the model: fully_shard reads the state of no_sync here."""
     boosted.pass_begins()

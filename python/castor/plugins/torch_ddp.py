@@ -25,36 +25,38 @@ _NEUTRAL: dict[str, tuple[object, str]] = {
 
 
 class TorchDDPPlugin(TorchPlugin):
-    """Every rank keeps and updates the whole model (Li et al. 2020, section 3).
+    """Data-parallel replicas by DistributedDataParallel (Li et al. 2020, section 3).
 
-    torch.nn.parallel.DistributedDataParallel brings gradients together beside backward; castor adds
-    clipping, skipped steps, files and data. In one process it trains as plain PyTorch does. Nothing
-    is moved: the model, its gradients and its optimizer states have to fit.
+    Every rank keeps and updates the full model. torch.nn.parallel.DistributedDataParallel reduces
+    gradients beside backward; castor adds clipping, skipped steps, checkpoints and data loaders. In
+    one process the plugin trains as plain PyTorch does. castor moves nothing: the model, its
+    gradients and its optimizer states have to fit in memory.
 
     Names of arguments are Colossal-AI's, or GeminiPlugin's; all are keyword-only.
 
     Args:
-        broadcast_buffers: Whether rank 0's buffers become every rank's before each forward that
-            may have a backward, after each step, and with the parameters at boost.
-        bucket_cap_mb: Gradients are sent in buckets of this many MiB.
-        find_unused_parameters: Whether each pass may leave parameters out; without, torch raises at
-            the next forward.
+        broadcast_buffers: Whether rank 0's buffers become every rank's: before each forward with
+            gradients, after each step, and with the parameters at boost.
+        bucket_cap_mb: Size of the buckets in which gradients are sent, in MiB.
+        find_unused_parameters: Whether a pass may leave parameters out. False: torch raises at the
+            next forward where one does.
         gradient_as_bucket_view: Whether gradients lie in the buckets.
         static_graph: Whether all passes use the same parameters.
-        device: Where the model computes; only "cpu".
+        device: Device that the model computes on; only "cpu".
         precision: "fp32", or "bf16": forwards run under torch.autocast. Parameters, gradients and
             states are float32.
-        max_norm: Gradients are clipped to this L2 norm inside step; 0: not at all.
+        max_norm: L2 norm to which step clips gradients; 0: no clipping.
         norm_type: Only 2.0.
-        nonfinite: What step does about NaN and infinite gradients: "skip", "raise" or "ignore", as
-            in GeminiPlugin. "ignore" with max_norm=0 is torch's step without another line.
-        **neutral: Arguments of Colossal-AI's plugin at the value that asks for nothing.
+        nonfinite: Reaction of step to NaN and infinite gradients: "skip", "raise" or "ignore", as
+            in GeminiPlugin. "ignore" with max_norm=0 is torch's own step and nothing else.
+        **neutral: Arguments of Colossal-AI's plugin, accepted at the value that asks for nothing.
 
     Raises:
         ValueError: A value is out of range.
-        TypeError: A value has the wrong type, or an argument does not exist or is of castor's
+        TypeError: A value has the wrong type, or an argument does not exist or is for castor's
             chunks.
-        NotImplementedError: An argument asks for what this version lacks; the message names it.
+        NotImplementedError: An argument asks for something this version lacks; the message names
+            it.
     """
 
     def __init__(
@@ -99,11 +101,11 @@ class TorchDDPPlugin(TorchPlugin):
         self._options: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, **flags}
 
     def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> TorchModel:
-        """Takes model and optimizers over, in place. Called by Booster.boost.
+        """Takes model and optimizers over, in place. Booster.boost calls it.
 
         Raises:
             UsageError: The model or an optimizer cannot be boosted, or the ranks were given
-                different ones; neither is changed.
+                different ones; model and optimizers are unchanged.
             NotImplementedError: An optimizer is not supported.
         """
         self._check(model, optimizers)

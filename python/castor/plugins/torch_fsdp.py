@@ -35,39 +35,41 @@ _NEUTRAL: dict[str, tuple[object, str]] = {
 
 
 class TorchFSDPPlugin(TorchPlugin):
-    """Every rank keeps a part of each parameter, gradient and state (Zhao et al. 2023).
+    """Sharded parameters, gradients and optimizer states by fully_shard (Zhao et al. 2023).
 
-    torch.distributed.fsdp.fully_shard divides the model's blocks, as castor finds them, and then
-    what is left: a block's parameters are whole while it computes. Between passes the parameters,
-    p.grad and optimizer.state are DTensors; boost gives the optimizer the new parameters, and
-    references from before it are of tensors that nobody trains. Every rank runs the same forwards,
-    also without gradients, and keeps buffers of its own.
+    torch.distributed.fsdp.fully_shard shards the model's blocks, as castor finds them, and then the
+    rest of the model. A block's parameters are full while it computes. Between passes the
+    parameters, p.grad and optimizer.state are DTensors. boost gives the optimizer the new
+    parameters; references taken before boost are to tensors that are no longer trained. Every rank
+    runs the same forwards, also those without gradients, and keeps buffers of its own.
 
     Names of arguments are Colossal-AI's, fully_shard's or GeminiPlugin's; all are keyword-only.
 
     Args:
-        reshard_after_forward: Whether a block's parameters are divided again after its forward, and
-            gathered once more for its backward; a whole number of ranks: divided among so many.
-            None: all but the model's own.
-        cpu_offload: Whether parts wait on the host, where the optimizer steps: True, False or a
-            torch CPUOffloadPolicy. On the CPU device that is where they are.
+        reshard_after_forward: Whether a block's parameters are sharded again after its forward, and
+            gathered once more for its backward. An integer: they are then sharded over that many
+            ranks. None: True for blocks, False for the parameters outside of them.
+        cpu_offload: Whether shards wait on the host, where the optimizer steps: True, False or a
+            torch CPUOffloadPolicy. On the CPU device they are there anyway.
         mixed_precision: A torch MixedPrecisionPolicy, instead of precision.
-        sync_module_states: Whether rank 0's values become every rank's at boost. False: each has
-            made the same ones.
-        device: Where the model computes; only "cpu".
+        sync_module_states: Whether rank 0's values become every rank's at boost. False: each rank
+            has made the same values.
+        device: Device that the model computes on; only "cpu".
         precision: "fp32", or "bf16": parameters are gathered and computed with in bfloat16,
-            gradients are added up in float32. Parts and states are float32. What transformers keeps
-            in float32 is gathered so. Default: "fp32".
-        max_norm: As in TorchDDPPlugin, and so the following.
+            and gradients are summed in float32. Shards and states are float32. Parameters that
+            transformers keeps in float32 are gathered in float32. Default: "fp32".
+        max_norm: L2 norm to which step clips gradients; 0: no clipping.
         norm_type: Only 2.0.
-        nonfinite: "skip", "raise" or "ignore".
-        **neutral: Arguments of Colossal-AI's plugin at the value that asks for nothing.
+        nonfinite: Reaction of step to NaN and infinite gradients: "skip", "raise" or "ignore", as
+            in TorchDDPPlugin.
+        **neutral: Arguments of Colossal-AI's plugin, accepted at the value that asks for nothing.
 
     Raises:
         ValueError: A value is out of range, or precision and mixed_precision are both given.
-        TypeError: A value has the wrong type, or an argument does not exist or is of castor's
+        TypeError: A value has the wrong type, or an argument does not exist or is for castor's
             chunks.
-        NotImplementedError: An argument asks for what this version lacks; the message names it.
+        NotImplementedError: An argument asks for something this version lacks; the message names
+            it.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class TorchFSDPPlugin(TorchPlugin):
         nonfinite: str = "skip",
         **neutral: Any,
     ) -> None:
-        # Not before: it takes as long to import as all of castor.
+        # Imported only here: it takes as long to import as all of castor.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
         super().__init__(
@@ -130,14 +132,15 @@ class TorchFSDPPlugin(TorchPlugin):
         }
 
     def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> ShardedModel:
-        """Takes model and optimizers over, in place. Called by Booster.boost.
+        """Takes model and optimizers over, in place. Booster.boost calls it.
 
         Raises:
             UsageError: The model or an optimizer cannot be boosted, or the ranks were given
-                different ones; neither is changed.
-            NotImplementedError: An optimizer, a PeftModel, or a parameter that stays float32 in a
-                module of others.
-            ValueError: reshard_after_forward is a number that does not divide the ranks.
+                different ones; model and optimizers are unchanged.
+            NotImplementedError: The optimizer is not supported, the model is a PeftModel, or a
+                module has a parameter that stays float32 beside others that do not.
+            ValueError: reshard_after_forward is an integer that does not divide the number of
+                ranks.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

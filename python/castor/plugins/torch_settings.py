@@ -27,7 +27,7 @@ from castor.runtime.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSettings:
-    """Arguments that both have."""
+    """Settings that TorchDDPPlugin and TorchFSDPPlugin have in common."""
 
     device: str
     precision: str
@@ -41,10 +41,10 @@ class TorchSettings:
 
 
 class TorchPlugin:
-    """Trains with torch's own classes: their steps and memory, castor's loop and files."""
+    """Base of plugins in which torch's own classes train; castor adds its loop and files."""
 
     scales_loss = False
-    """Neither precision needs it."""
+    """No precision of these plugins needs a loss scale."""
 
     def __init__(
         self,
@@ -57,20 +57,22 @@ class TorchPlugin:
         neutral: Mapping[str, tuple[object, str]],
         others: Mapping[str, Any],
     ) -> None:
-        """Checks them.
+        """Checks the arguments.
 
         Args:
-            device: See TorchDDPPlugin, and so the following.
-            precision: As device.
-            max_norm: As device.
-            norm_type: As device.
-            nonfinite: As device.
-            neutral: Arguments of Colossal-AI's plugin that are known and do nothing here: the value
-                that asks for nothing, and what to do instead.
-            others: What else was given.
+            device: See TorchDDPPlugin.
+            precision: See TorchDDPPlugin.
+            max_norm: See TorchDDPPlugin.
+            norm_type: See TorchDDPPlugin.
+            nonfinite: See TorchDDPPlugin.
+            neutral: Known arguments of Colossal-AI's plugin that do nothing here, by name: the
+                value that asks for nothing, and what to do instead.
+            others: All further arguments that the caller gave.
 
         Raises:
-            ValueError, TypeError, NotImplementedError: One asks for what is not there.
+            ValueError: A value is out of range.
+            TypeError: A value has the wrong type, or an argument does not exist here.
+            NotImplementedError: An argument asks for something this version lacks.
         """
         name = type(self).__name__
         for argument, value in others.items():
@@ -130,11 +132,11 @@ class TorchPlugin:
         return loader_of_rank(dataset, data_rank_and_size(1), batch_size=batch_size, **options)
 
     def _check(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Raises what keeps this process from boosting them; nothing is changed.
+        """Checks that this process can boost the model and its optimizers; changes nothing.
 
         Raises:
-            UsageError: Model or optimizer cannot be boosted.
-            NotImplementedError: LBFGS.
+            UsageError: The model or an optimizer cannot be boosted.
+            NotImplementedError: An optimizer is LBFGS.
         """
         check_inactive()
         check_not_boosted(model)
@@ -148,9 +150,9 @@ class TorchPlugin:
                 )
 
     def _join(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Peers | None:
-        """The ranks that share the model, which all have been given the same; None: alone.
+        """Returns the ranks that share the model; None: this process is alone.
 
-        Nothing is changed. Collective.
+        Checks that all ranks were given the same, and changes nothing. Collective.
 
         Raises:
             UsageError: Two ranks differ.
@@ -171,10 +173,10 @@ class TorchPlugin:
         return ranks
 
     def _give_values(self, model: nn.Module) -> None:
-        """Lazy tensors get their values; parameters are float32, whatever passes compute in.
+        """Gives lazy tensors their values, and converts all parameters to float32.
 
         Raises:
-            UsageError: A parameter cannot be trained; the model is as it was.
+            UsageError: A parameter cannot be trained; the model is unchanged.
         """
         lazy = Materialisation(model)
         try:

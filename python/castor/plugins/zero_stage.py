@@ -1,4 +1,4 @@
-"""Checks the stage of ZeRO that ranks run (Rajbhandari et al. 2020, section 5)."""
+"""Checks the ZeRO stage that ranks run (Rajbhandari et al. 2020, section 5)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from castor.runtime.rules import FusedRule
 def group_of_reads(
     config: GeminiConfig, rules: Sequence[FusedRule | None], layout: RankLayout
 ) -> str:
-    """The process group by which ranks read each other's parts of weights and gradients.
+    """Returns the process group in which ranks read each other's shards of weights and gradients.
 
     Collective: every rank calls it.
 
     Args:
-        config: Its zero_stage is what was asked for.
-        rules: Of the optimizers; None for one that updates the parameters itself.
-        layout: How ranks are divided.
+        config: Settings of the plugin, with the zero_stage that was asked for.
+        rules: Update rules of the optimizers; None for one that updates the parameters itself.
+        layout: Layout of the ranks.
 
     Returns:
-        Its name; "" where nobody asks for parts, or this process is alone.
+        Name of the group; "" where ranks need none: zero_stage is "auto" or 1, this process is
+        alone, or the model is divided and all its ranks share memory.
 
     Raises:
-        ValueError: extra_dp_size does not divide the ranks.
+        ValueError: extra_dp_size does not divide the number of ranks.
         NotImplementedError: The ranks cannot run the stage; the message says what to do.
     """
     stage, copies = config.zero_stage, config.extra_dp_size

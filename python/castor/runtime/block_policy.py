@@ -1,4 +1,4 @@
-"""The policy of a boosted model for its blocks' activations, as the engine sees it."""
+"""The policy of a boosted model for its blocks' activations, as an interface to the engine."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from castor.runtime.report import BlockFigures
 
 
 class BlockPolicy:
-    """Leaves them as they are; see castor.activations.Blocks."""
+    """The policy that leaves activations as they are; see castor.activations.Blocks."""
 
     logit_rows = 0
-    """So many rows of logits at once are what the budget has room for; 0: nobody has looked."""
+    """Number of rows of logits that the budget has room for; 0: not known."""
 
     def explain(self, error: BaseException | None) -> None:
-        """A forward or a backward has failed: an error of the device's budget says what would do.
+        """Adds advice to the device budget's error, with which a forward or a backward failed.
 
         Args:
-            error: Why; None: it has not failed.
+            error: Error of the pass; None: it has not failed.
         """
 
     def figures(self) -> BlockFigures:
-        """The figures so far."""
+        """Returns the figures so far."""
         return BlockFigures()
 
     def step_ended(self) -> None:
-        """An optimizer step is over, and what follows is the next one's."""
+        """Ends an optimizer step; later passes belong to the next one."""

@@ -1,4 +1,4 @@
-"""Finds the repeated parts of a model, and those that torch.compile makes one call of."""
+"""Finds the blocks of a model, and the modules that torch.compile compiles as one call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _SWITCH = "GradientCheckpointingLayer"
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by name, without what torch.compile adds to it, in its order.
+    """Returns the blocks of a model by name, in its order; names are without torch.compile's part.
 
-    They are the layers that transformers can checkpoint, or else what stands at least twice in an
-    nn.ModuleList or nn.Sequential and has parts of its own; of blocks within blocks the outermost.
+    Blocks are the layers that transformers can checkpoint. In other models they are the modules
+    with children whose class occurs at least twice in an nn.ModuleList or nn.Sequential. Of blocks
+    within blocks the outermost count.
     """
     found = _outermost(model, {id(m) for m in model.modules() if has_switch(m)})
     return {
@@ -27,11 +28,11 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
-    """The parts of a model that are compiled, before boost, by name, in its order.
+    """Returns the modules of a model that were compiled before boost, by name, in its order.
 
-    Each is followed as one module, from outside of what torch.compile makes of it. The model itself
-    is none, nor is a part with several blocks in it: their parameters would be on the device all at
-    once.
+    Each is followed as one module, from outside of the compiled code. The model itself does not
+    count, nor does a module with several blocks in it: the parameters of all of them would be on
+    the device at once.
     """
     blocks = {id(block) for block in find_blocks(model).values()}
     wanted = {
@@ -46,14 +47,14 @@ def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile has wrapped it, or its own compile() has been called."""
+    """Whether torch.compile has wrapped a module, or its own compile() has been called."""
     call = module._compiled_call_impl
-    compiled = call is not None and not isinstance(call, _C.ModuleCall)  # that one is castor's own
+    compiled = call is not None and not isinstance(call, _C.ModuleCall)  # which is castor's own
     return compiled_from(module) is not module or compiled
 
 
 def check_no_cuda_graphs(name: str, part: nn.Module) -> None:
-    """Raises UsageError where a compiled part is replayed with the addresses that it had."""
+    """Raises UsageError if a module is compiled with CUDA graphs, which keep weight addresses."""
     compiled = part if part._compiled_call_impl is None else part._compiled_call_impl
     options = getattr(compiled, "get_compiler_config", lambda: None)() or {}
     if options.get("triton.cudagraphs"):
@@ -65,7 +66,7 @@ def check_no_cuda_graphs(name: str, part: nn.Module) -> None:
 
 
 def has_switch(module: nn.Module) -> bool:
-    """Whether it is one of transformers' layers that recompute themselves when they are told to."""
+    """Whether a module is a layer of transformers with its own gradient checkpointing."""
     return any(kind.__name__ == _SWITCH for kind in type(module).__mro__)
 
 
@@ -95,7 +96,7 @@ def _repeated(model: nn.Module) -> set[int]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether it can be called, and has parts and parameters."""
+    """Whether a module can be called, and has children and parameters."""
     callable_ = type(module).forward is not nn.Module.forward
     has_parts = next(module.children(), None) is not None
     return callable_ and has_parts and next(module.parameters(), None) is not None

@@ -17,17 +17,17 @@ from castor.runtime.ranks import Peers, Result
 from castor.runtime.report import MemoryReport, TorchReport
 
 _WRAPPED = "_orig_mod"
-"""Name by which torch.compile's wrapper holds the module."""
+"""Attribute of torch.compile's wrapper that holds the module."""
 
 
 class BoostedModel(Protocol):
     """The interface of a boosted model to Booster and checkpoints.
 
-    Engine answers for models in chunks, TorchModel for those that torch's own classes train.
+    Engine implements it for models in chunks, TorchModel for models that torch's own classes train.
     """
 
     params: list[nn.Parameter]
-    """Distinct ones; tied parameters appear once."""
+    """Distinct parameters; tied parameters appear once."""
     skipped_steps: int
     """Steps whose update was left out because a gradient was not finite."""
 
@@ -38,7 +38,7 @@ class BoostedModel(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Whether other ranks have a part in it."""
+        """Whether other ranks train the model too, or have shards of it."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class BoostedModel(Protocol):
     def num_steps(self, steps: int) -> None: ...
 
     def unsynchronised(self) -> AbstractContextManager[None]:
-        """Backward passes in it leave each rank its own gradients."""
+        """Makes a context in which backward passes leave each rank its own gradients."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
@@ -62,11 +62,11 @@ class BoostedModel(Protocol):
         ...
 
     def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
-        """Runs `work` on rank 0, for all; the others give what it reads of their parts. Collective.
+        """Runs `work` on rank 0 for all; the others send shards that it reads. Collective.
 
         Args:
-            work: What is done once.
-            parts_of: Finds this rank's part of a tensor.
+            work: Called once, on rank 0.
+            parts_of: Finds this rank's shard of a tensor.
 
         Returns:
             What `work` returned, on every rank.
@@ -77,7 +77,7 @@ class BoostedModel(Protocol):
         ...
 
     def report(self) -> MemoryReport | TorchReport:
-        """The figures so far."""
+        """Returns the figures so far."""
         ...
 
 
@@ -99,19 +99,19 @@ _listeners: list[Callable[[BoostedModel], None]] = []
 
 
 def remember(model: nn.Module, boosted: BoostedModel) -> None:
-    """From now on the model is boosted."""
+    """Registers a model as boosted."""
     _models[model] = boosted
     for listener in _listeners:
         listener(boosted)
 
 
 def listen(listener: Callable[[BoostedModel], None]) -> None:
-    """From now on `listener` is called with every model that is boosted."""
+    """Has `listener` called with the record of every model boosted from now on."""
     _listeners.append(listener)
 
 
 def forget(model: nn.Module) -> None:
-    """The model is boosted no more."""
+    """Removes the record of a model that is no longer boosted."""
     del _models[model]
 
 
@@ -133,7 +133,7 @@ def boosted_model_of(model: nn.Module) -> BoostedModel:
 
 
 def model_with(boosted: BoostedModel) -> nn.Module:
-    """The model of which something is known."""
+    """Returns the model that a record belongs to."""
     return next(model for model, known in list(_models.items()) if known is boosted)
 
 
@@ -148,21 +148,21 @@ def boosted_models_holding(model: nn.Module) -> list[BoostedModel]:
 
 
 def compiled_from(model: nn.Module) -> nn.Module:
-    """The model that torch.compile has wrapped; another one as it is."""
+    """Returns the model that torch.compile has wrapped; any other model as it is."""
     inner: nn.Module = getattr(model, _WRAPPED, model)
     return inner
 
 
 def name_before_compile(name: str) -> str:
-    """The name of a module, a parameter or a buffer, without what torch.compile adds to it."""
+    """Returns the name of a module, parameter or buffer without torch.compile's additions."""
     return ".".join(part for part in name.split(".") if part != _WRAPPED)
 
 
 def check_not_boosted(model: nn.Module) -> None:
     """Raises UsageError if `model`, or a part of it with parameters, belongs to a boosted model.
 
-    A part without any may be another model's as well: an activation function of OpenAI GPT is one
-    object for all models of the process.
+    A part without parameters may belong to several models: an activation function of OpenAI GPT is
+    one object for all models of the process.
     """
     params, own = set(model.parameters()), {model, *modules_with_parameters(model)}
     for boosted, known in list(_models.items()):
@@ -176,20 +176,20 @@ def check_not_boosted(model: nn.Module) -> None:
 
 
 def modules_with_parameters(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model that have parameters, their own or those of modules within them."""
+    """Returns the modules of a model that have parameters, in themselves or in modules within."""
     return (part for part in model.modules() if next(part.parameters(), None) is not None)
 
 
 def modules_of_other_models(model: nn.Module) -> set[nn.Module]:
-    """The modules of all boosted models but this one."""
+    """Returns the modules of all boosted models except `model`."""
     others = [other for other in list(_models) if other is not model]
     return {part for other in others for part in other.modules()}
 
 
 def check_fit_for_chunks(model: nn.Module) -> None:
-    """Raises UsageError as check_not_boosted, and for TorchScript's parts.
+    """Raises UsageError if the model is boosted or has TorchScript modules.
 
-    These have their parameters outside of Python.
+    The parameters of TorchScript modules are outside of Python. See check_not_boosted.
     """
     check_not_boosted(model)
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""torch's DTensor, whose import takes longer than castor's: left to whoever makes one."""
+"""Recognises torch's DTensor without importing it, which takes longer than all of castor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: Any) -> TypeIs[DTensor]:
-    """Whether a value is one; False where nothing has imported the module that makes them."""
+    """Whether a value is a DTensor; False if nothing has imported DTensor's module."""
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)  # not there yet while the module is imported
     return kind is not None and isinstance(value, kind)

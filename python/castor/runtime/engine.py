@@ -52,17 +52,17 @@ WORKING_DTYPES: dict[Precision, torch.dtype] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Settings of an engine, which a plugin makes of its arguments."""
+    """Settings of an engine, which a plugin makes from its arguments."""
 
     session: _C.SessionOptions
     precision: Precision
-    """Precision of `session`, by the users' name."""
+    """Precision of `session`, by the name that users give."""
     rule: FusedRule | None = None
     """Update rule of `session`; None: an optimizer runs its own step, or there is none."""
     device: torch.device
     """Device that the model computes on."""
     link_bytes_per_second: int = 0
-    """CPU device: of an emulated link to it, each way; 0: memory's own bandwidth."""
+    """CPU device: bandwidth of an emulated link, each way; 0: memory's own bandwidth."""
     gather_embeddings: bool = False
     """Whether embeddings stay in host memory, where forward reads the rows that it looks up."""
     trace_file: Path | None = None
@@ -72,23 +72,23 @@ class EngineSettings:
     ranks: Ranks | None = None
     """The ranks that share the model; None: this process is alone."""
     reads: str = ""
-    """The process group through which ranks read weights of which each keeps its part, where they
-    share no memory; "": they are whole."""
+    """Name of the process group in which ranks read each other's shards of weights and gradients,
+    where they share no memory; "": nothing is read so."""
     zero_stage: int = 0
     """ZeRO stage that ranks run at least (Rajbhandari et al. 2020, section 5); 0: any."""
     extra_dp_size: int = 1
-    """Copies of the weights that ranks keep in shards."""
+    """Number of copies of the weights that ranks keep in shards."""
 
 
 class Engine(Together):
-    """One boosted model: its C++ session and what Python knows of it.
+    """One boosted model: its C++ session, and its state in Python.
 
-    Holds the parameters, not the model: the hooks of the model's modules and its optimizer hold the
-    engine and the session, which go when the last of these is gone.
+    The engine holds the parameters, not the model. The hooks on the model's modules and its
+    optimizer hold the engine and the session, which end when the last of these is gone.
     """
 
     at_end: Callable[[Engine], None] | None = None
-    """Called with the engine when it goes; None: nobody asks for its last figures."""
+    """Called with the engine when it is deleted, for its last figures; None: nothing is called."""
 
     def __init__(
         self,
@@ -102,14 +102,15 @@ class Engine(Together):
 
         Args:
             model: The model.
-            settings: What it is to be.
-            updated: What optimizers hold, and whether by the session's rule; None: all, so.
-            types: The types of its tensors; None: tensor_types chooses them.
+            settings: Settings of the engine.
+            updated: Parameters that optimizers hold, each with whether the session's rule updates
+                it; None: all parameters, by the rule.
+            types: Types of the model's tensors; None: tensor_types chooses them.
 
         Raises:
             UsageError: The model is boosted already, or cannot be.
-            OutOfMemoryError: A budget is too small; the model is untouched then.
-            IoError: A path cannot be used, and the model is untouched; or NVMe failed later, and
+            OutOfMemoryError: A budget is too small; the model is unchanged.
+            IoError: A path cannot be used, and the model is unchanged. Or NVMe failed later, and
                 the message says that the model must be built anew.
         """
         check_not_boosted(model)
@@ -124,16 +125,16 @@ class Engine(Together):
         self.step_skipped = False
         self.gradient_norm: float | None = None
         self.being_loaded = False
-        """Whether state_dict is asked for names and places only, whatever the values are."""
+        """Whether state_dict is asked for names and memory only, whatever the values are."""
         self.resumed_steps = 0
-        """Steps that were taken before this process, by the checkpoint it resumed from."""
+        """Number of steps before this process, from the checkpoint it resumed from."""
         self._updated = updated
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """The boosted optimizers that step the parameters."""
         self.updates = 0
-        """Steps of an optimizer that this process has taken."""
+        """Number of optimizer steps that this process has taken."""
         self.states_given: list[Any] = []
-        """Entries of optimizer states of which user code may have copies: see StoredState."""
+        """Entries of optimizer states that user code may still hold; see StoredState."""
         self.replaced = Replaced()
         lazy = Materialisation(model)
         with _telling_what_is_lost(model):
@@ -151,12 +152,12 @@ class Engine(Together):
         self.positions = weakref.WeakKeyDictionary(
             {module.module: i for i, module in enumerate(spec.modules)}
         )
-        """Names of the modules that the session follows, in its order."""
+        """Positions, in `modules`, of the modules that the session follows."""
         self.history = StepHistory()
         self.logits = LogitFigures()
         self.blocks = BlockPolicy()
         self.parts: ModelParts | None = None
-        """Shards of the layers that this process has; None: it has full layers."""
+        """Shards or stages of the model on this process; None: it has the full model."""
         self._install_hooks(model, spec)
         convert_buffers(model, self.types, self.device, aliases.tensors)
         self.buffers = RankBuffers(model, self.ranks)
@@ -176,7 +177,7 @@ class Engine(Together):
             self.at_end(self)
 
     def _take_over(self, model: nn.Module, lazy: Materialisation) -> tuple[ModelSpec, Aliases]:
-        """Lays the parameters out in chunks and moves those there that have values."""
+        """Lays the parameters out in chunks, and moves the values there that exist already."""
         settings = self.settings
         spec = ModelSpec.of(model, gather_embeddings=settings.gather_embeddings)
         check_packed_layers(model, self.types.of_param)
@@ -192,9 +193,9 @@ class Engine(Together):
         self.index_of = {param: i for i, param in enumerate(spec.params)}
         held = dict.fromkeys(spec.params, True) if self._updated is None else self._updated
         self.trained = [param.requires_grad and param in held for param in spec.params]
-        """Per parameter, whether it has a gradient in chunks; p.grad of others is torch's own."""
+        """Per parameter, whether its gradient is in chunks; p.grad of others is torch's own."""
         self.ruled = [held.get(param, False) for param in spec.params]
-        """Per parameter, whether the session's rule updates it, and has states in chunks."""
+        """Per parameter, whether the session's rule updates it, with states in chunks."""
         if self.ranks:
             without_values = set(lazy.params)
             for param in spec.params:
@@ -226,11 +227,14 @@ class Engine(Together):
         return spec, aliases
 
     def _place(self, param: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
-        """Chunk memory in which a lazy parameter's initialisers of type `dtype` may run."""
+        """Returns memory in which a lazy parameter's initialisers of type `dtype` may run.
+
+        That is memory of its chunk where possible; None: the chunk has no memory of the host's.
+        """
         if self.session.weight_cut(self.index_of[param]):
             return in_own_pages(param.shape, dtype)
         home, master = self.on_host(param).data, self.session.master_view(self.index_of[param])
-        if home.device.type != "cpu":  # no memory of the host's
+        if home.device.type != "cpu":  # its storage is a GPU's memory
             return None
         if dtype == home.dtype:
             return home
@@ -241,7 +245,7 @@ class Engine(Together):
         return in_own_pages(param.shape, dtype)
 
     def on_host(self, param: torch.Tensor) -> torch.Tensor:
-        """A parameter's values as the host reads and writes them, until the next forward.
+        """Returns a tensor of a parameter's values to read and write until the next forward.
 
         Args:
             param: A parameter of the model, in host memory; any other tensor is returned as it is.
@@ -255,14 +259,14 @@ class Engine(Together):
         return param if home is None else home
 
     def _finish(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """A lazy parameter has its values: makes host storage and master of them."""
+        """Makes host storage and master of a lazy parameter from its values."""
         if self.ranks:
             self.ranks.share(values)
-        if values.element_size() < param.element_size():  # _place may have put them there:
-            values = values.clone()  # what is written first would overwrite what is read later
+        if values.element_size() < param.element_size():  # they may be in memory of _place:
+            values = values.clone()  # wider elements would overwrite values not read yet
         self.session.adopt(self.index_of[param], values)
         if self.ranks:
-            # The next one may be made of it.
+            # The initialiser of the next parameter may read this one.
             self.ranks.meet("takes the values of a lazy parameter")
 
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
@@ -286,7 +290,7 @@ class Engine(Together):
         warn_of_late_compiles(model, find_blocks(model))
 
     def check_modules(self) -> None:
-        """Checks that modules compute with the parameters that are stepped and saved.
+        """Checks that modules still have the parameters that are stepped and saved.
 
         Raises:
             UsageError: A parameter was deleted from a module since boost, or replaced.
@@ -305,7 +309,7 @@ class Engine(Together):
 
     @contextmanager
     def unsynchronised(self) -> Iterator[None]:
-        """Backward passes in it leave each rank its own gradients."""
+        """Makes a context in which backward passes leave each rank its own gradients."""
         before = self.session.synchronise(False)
         try:
             yield
@@ -322,7 +326,7 @@ class Engine(Together):
         self.resumed_steps = steps - int(self.session.report()["steps"])
 
     def report(self) -> MemoryReport:
-        """The figures so far."""
+        """Returns the figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
         figures |= asdict(self.logits) | asdict(self.blocks.figures())
         if own := self.among:
@@ -348,16 +352,16 @@ class Engine(Together):
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The storage, and the byte of it where the tensor begins: it may have no address now."""
+    """Returns a tensor's storage and byte offset, which identify its memory without an address."""
     offset = tensor.storage_offset() * tensor.element_size()
     return int(tensor.untyped_storage()._cdata), int(offset)
 
 
 @contextmanager
 def _telling_what_is_lost(model: nn.Module) -> Iterator[None]:
-    """Names the model in the error of a device that fails when parameters are taken over already.
+    """Makes an IoError say that the model is lost, if boost has moved parameters by then.
 
-    Their old memory is given back one by one: no way leads back.
+    The parameters' old memory is freed one by one, so that boost cannot restore the model.
     """
     dense = [param for param in model.parameters() if param.layout == torch.strided]
     before = [_memory_of(param) for param in dense]
@@ -376,13 +380,13 @@ def _telling_what_is_lost(model: nn.Module) -> Iterator[None]:
 
 
 _sessions: weakref.WeakSet[_C.Session] = weakref.WeakSet()
-"""All that live: one may outlive its model, until the garbage collector comes by."""
+"""All live sessions; one may outlive its model until the garbage collector runs."""
 
 
 def _leave_sessions_to_the_parent() -> None:
-    """In a forked child (a data loader's worker): no session is used, or destroyed, there.
+    """Keeps a forked child, such as a data loader's worker, from using or destroying sessions.
 
-    Its memory and its threads are the parent's alone.
+    The memory and threads of a session belong to the parent alone.
     """
     for session in _sessions:
         session.stay_with_parent()
@@ -392,10 +396,10 @@ os.register_at_fork(after_in_child=_leave_sessions_to_the_parent)
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a boosted model.
+    """Returns the engine of a boosted model.
 
     Raises:
-        UsageError: The model is not boosted, or has no chunks.
+        UsageError: The model is not boosted, or torch's own classes train it.
     """
     boosted = boosted_model_of(model)
     if not isinstance(boosted, Engine):
@@ -408,7 +412,7 @@ def engine_of(model: nn.Module) -> Engine:
 
 @contextmanager
 def being_loaded(engines: list[Engine]) -> Iterator[None]:
-    """Lets state_dict tell names and places even where a step stopped in the middle."""
+    """Lets state_dict give names and memory even where a step failed half-way."""
     for engine in engines:
         engine.being_loaded = True
     try:
@@ -419,35 +423,35 @@ def being_loaded(engines: list[Engine]) -> Iterator[None]:
 
 
 def engines_holding(model: nn.Module) -> list[Engine]:
-    """The engines that manage parameters of `model`: its own, or that of a model it is part of."""
+    """Returns the engines with parameters of `model`: its own, or that of a model around it."""
     return [one for one in boosted_models_holding(model) if isinstance(one, Engine)]
 
 
 @contextmanager
 def turns(engines: Iterable[Engine], what: str) -> Iterator[None]:
-    """Within it no pass of another thread runs on these models: it begins when theirs are over.
+    """Makes a context in which no other thread runs a pass on these models; waits for such passes.
 
     Args:
-        engines: Of the models.
-        what: What the thread does, for threads that wait too long: "a save".
+        engines: Engines of the models.
+        what: Name of this thread's work for messages in other threads, such as "a save".
 
     Raises:
-        UsageError: A pass of another thread came to no end; see docs/guides/own-loops.md.
+        UsageError: A pass of another thread did not end; see docs/guides/own-loops.md.
     """
     with ExitStack() as over:
-        for engine in sorted(engines, key=id):  # as everybody takes them
+        for engine in sorted(engines, key=id):  # one order for all threads, against deadlocks
             over.enter_context(engine.session.turn(what))
         yield
 
 
 def _content_of(storage: int) -> str:
-    """Says which parameter, gradient or state of a boosted model a storage is; "": none."""
+    """Names the parameter, gradient or state of a boosted model in a storage; "": none."""
     sessions = (engine.session for engine in all_boosted() if isinstance(engine, Engine))
     return next(filter(None, (session.content_of(storage) for session in sessions)), "")
 
 
 def _settle(engine: Engine, *_: Any) -> None:
-    """A state_dict hook: neither an update nor another thread's pass or step is under way."""
+    """Waits for updates and for other threads' passes and steps; a state_dict pre-hook."""
     if not engine.being_loaded:
         engine.session.settle()
 
@@ -460,9 +464,10 @@ def _before_load(
     prefix: str,
     *_: Any,
 ) -> None:
-    """A pre-hook of load_state_dict: weights that are about to change become their own masters.
+    """Tells the session of weights that load_state_dict is about to change; a pre-hook of it.
 
-    A master of which the weight is the upper half cannot tell afterwards that it was replaced.
+    The weights then become their own masters: a master whose upper half is the weight cannot tell
+    afterwards that the weight was replaced.
     """
     if module is not owner():  # copy.copy of a module takes its hooks along
         return
@@ -471,6 +476,6 @@ def _before_load(
         if (
             param in engine.index_of
             and isinstance(values, torch.Tensor)
-            and values.shape == param.shape  # others are refused
+            and values.shape == param.shape  # load_state_dict refuses other shapes
         ):
             engine.session.before_overwrite(engine.index_of[param], values.detach())

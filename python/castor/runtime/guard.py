@@ -1,8 +1,8 @@
 """Refuses changes to a boosted model's structure, at the line that makes them.
 
-A parametrization is no such change while it brings no parameters to train: the module's parameter
-is the same one under another name, and comes back when the parametrization is removed. PEFT adapts
-fused experts so, in each forward (docs/design/0004).
+A parametrization without parameters to train is allowed: the module's parameter is the same one
+under another name, and comes back when the parametrization is removed. PEFT adapts fused experts in
+this way in each forward (docs/design/0004).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _parameters: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.ref[nn.Param
 _parametrized: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = (
     weakref.WeakKeyDictionary()
 )
-"""Modules that hold parametrizations of a guarded module, with that module and the parameter's
-name; "" for the ModuleDict over all its parameters."""
+"""Modules that hold parametrizations of a guarded module: (that module, the parameter's name), with
+the name "" for the ModuleDict over all its parameters."""
 _CHANGING = ("resize_token_embeddings", "add_adapter", "merge_and_unload", "unload")
-"""Methods of transformers' and PEFT's that have written into a model when they first register."""
+"""Methods of transformers and PEFT that write into a model before they first register anything."""
 
 
 def guard(model: nn.Module) -> None:
-    """From now on, registering a module or parameter anywhere in `model` raises UsageError.
+    """Makes any registration of a module or parameter in `model` raise UsageError from now on.
 
-    So do methods that would do so half-way.
+    Methods that would change the model before they register anything raise it at once.
     """
     if not _guarded:
         _install()
@@ -54,7 +54,7 @@ def guard(model: nn.Module) -> None:
 
 
 def _watch(model: nn.Module) -> None:
-    """Takes down the modules that are guarded, and the parameters that each has now."""
+    """Records the modules as guarded, and the parameters that each has now."""
     _guarded.update(model.modules())
     for module in model.modules():
         _parameters[module] = {
@@ -65,7 +65,7 @@ def _watch(model: nn.Module) -> None:
 
 
 def unguard(model: nn.Module) -> None:
-    """The model may be changed again."""
+    """Allows changes of the model's structure again."""
     own = set(model.modules()) - modules_of_other_models(model)
     _guarded.difference_update(own)
     for module in own:
@@ -76,7 +76,7 @@ def unguard(model: nn.Module) -> None:
 
 
 class _Refused:
-    """In place of a method of a module of a boosted model; copies of the module have the method."""
+    """The replacement of a method that boosted models refuse; a copied module gets the method."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._owner = weakref.ref(module)
@@ -95,17 +95,17 @@ class _Refused:
         return types.MethodType(method, memo.get(id(owner), owner))
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return getattr, (self._owner(), self._name)  # of a module that has no attributes yet
+        return getattr, (self._owner(), self._name)  # unpickled before the module has attributes
 
 
 def _refuse_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    if is_compiling():  # what is traced makes lists of modules of its own, by slices
+    if is_compiling():  # tracing makes temporary module lists, from slices
         return
     if module in _parametrized:
         _check_parametrization(module, name, submodule)
     if module in _guarded and (held := module._modules.get(name)) is not submodule:
         if name == "parametrizations" and submodule is not None:
-            _parametrized[submodule] = weakref.ref(module), ""  # empty: see what is put into it
+            _parametrized[submodule] = weakref.ref(module), ""  # empty, filled later
             return
         if held is None or submodule is None or not _takes_over(submodule, held):
             _refuse(module, f"module '{name}'")
@@ -147,7 +147,7 @@ def _parameter_at_boost(module: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def _check_parametrization(holder: nn.Module, name: str, added: nn.Module | None) -> None:
-    """Raises UsageError, the module as it was, where a parametrization has parameters to train."""
+    """Raises UsageError if a parametrization has parameters to train, and takes it off again."""
     owner, parametrized = _parametrized[holder]
     module = owner()
     if module is None or module not in _guarded or added is None:
@@ -160,15 +160,16 @@ def _check_parametrization(holder: nn.Module, name: str, added: nn.Module | None
             if had is not None and added._parameters.get("original") is had:
                 _forget_write(had)
         return
-    if not parametrized:  # not one more on the same parameter
+    if not parametrized:  # the first one on this parameter
         _take_off(module, holder, name, had)
     _refuse(module, f"a parametrization of '{parametrized or name}' with parameters to train")
 
 
 def _forget_write(param: nn.Parameter) -> None:
-    """A parameter has been parametrized, which sets its memory to what it is: no write of values.
+    """Takes back the version count of a parametrization, which writes no new values.
 
-    The chunk would be copied to the host as a written one, and a block that is recomputed refused.
+    Otherwise the chunk would be copied to the host as written, and recomputation of its block would
+    be refused.
     """
     if not param.is_inference():
         version = param._version - _versions_of_parametrizing()
@@ -177,7 +178,7 @@ def _forget_write(param: nn.Parameter) -> None:
 
 @cache
 def _versions_of_parametrizing() -> int:
-    """Counts the writes that torch counts where it parametrizes a parameter."""
+    """Returns the number of version counts that torch adds when it parametrizes a parameter."""
     with torch.inference_mode(mode=False):  # tensors made in it count nothing
         module = nn.Module()
         param = nn.Parameter(torch.zeros(1, device="cpu"))
@@ -191,7 +192,7 @@ def _take_off(
     module: nn.Module, parametrizations: nn.Module, name: str, param: nn.Parameter | None
 ) -> None:
     """Undoes what torch.nn.utils.parametrize has done before it registers a parametrization."""
-    delattr(type(module), name)  # of a class for this module alone
+    delattr(type(module), name)  # the class was made for this module alone
     if not parametrizations._modules:
         del module._modules["parametrizations"]
         module.__class__ = type(module).__bases__[0]

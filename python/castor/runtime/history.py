@@ -21,27 +21,27 @@ _MAX_UNREAD = 256
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step."""
+    """Figures of one optimizer step."""
 
     step: int
-    """Counts from 1."""
+    """Number of the step, from 1."""
     loss: float | None
-    """Sum of the losses given to booster.backward; without those, the mean of what the forward
-    passes returned as their loss; None if neither is known."""
+    """Sum of the losses given to booster.backward. Without those, the mean of the losses that the
+    forward passes returned. None if neither is known."""
     seconds: float | None
-    """From the first forward of the step to the end of its update; None without a forward of the
-    boosted module itself."""
+    """Time from the first forward of the step to the end of its update. None without a forward of
+    the boosted module itself."""
     samples: int
-    """Rows of the inputs of all forward passes."""
+    """Number of rows of the inputs of all forward passes."""
     tokens: int
-    """Elements of `input_ids`; 0 where the model takes none."""
+    """Number of elements of `input_ids`; 0 where the model takes none."""
     skipped: bool
     """Whether the update was left out because a gradient was not finite."""
     learning_rate: float | None
-    """Rate of the first group of the optimizer that stepped; None where it has no "lr"."""
+    """Learning rate of the optimizer's first group; None where it has no "lr"."""
     gradient_norm: float | None
-    """L2 norm of all gradients as the step finds them, before max_norm clips; None where nothing
-    asks for it (max_norm=0 and nonfinite="ignore")."""
+    """L2 norm of all gradients before max_norm clips them; None where nothing needs it (max_norm=0
+    and nonfinite="ignore")."""
     peak_device_bytes: int
     h2d_bytes: int
     d2h_bytes: int
@@ -49,7 +49,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryTotals:
-    """Sums over every step, those that were thinned out included."""
+    """Sums over all steps, those without a record included."""
 
     steps: int = 0
     skipped_steps: int = 0
@@ -60,12 +60,12 @@ class HistoryTotals:
 
 
 class StepHistory:
-    """Follows the steps of one boosted model.
+    """The history of one boosted model's steps.
 
-    Losses on the CPU are read at once, which keeps no memory of the step alive. Others are copied
-    on their device, to one tensor, and read when somebody asks, or when 256 have gathered: no step
-    waits for the device. Beyond `MAX_RECORDS` all but the last `RECENT_RECORDS` are thinned out
-    evenly, so that memory is bounded and the whole run stays visible.
+    Losses on the CPU are read at once, which keeps no memory of the step alive. Losses on a GPU are
+    copied to one tensor there. They are read when `records` is, or when 256 have gathered, so that
+    no step waits for the device. Beyond `MAX_RECORDS` records, all but the last `RECENT_RECORDS`
+    are thinned out evenly: memory is bounded, and the whole run stays visible.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class StepHistory:
 
     @property
     def records(self) -> list[StepRecord]:
-        """The steps so far, oldest first; reads the losses that are still on the device."""
+        """Records of the steps so far, oldest first; reads losses that are still on the device."""
         self._read()
         return list(self._records)
 
@@ -120,7 +120,7 @@ class StepHistory:
         learning_rate: float | None,
         gradient_norm: float | None,
     ) -> None:
-        """Closes the step.
+        """Adds the record of a step that has ended.
 
         Args:
             figures: Peak device bytes of the step, and the bytes copied to and from the device
@@ -168,7 +168,7 @@ class StepHistory:
             self._thin_out()
 
     def _thin_out(self) -> None:
-        """Leaves every n-th of the older records; n doubles until they fill half of their room."""
+        """Keeps every n-th older record; doubles n until these fill at most half of their room."""
         older, recent = self._records[:-RECENT_RECORDS], self._records[-RECENT_RECORDS:]
         room = (MAX_RECORDS - RECENT_RECORDS) // 2
         while len(older) > room:
@@ -177,7 +177,11 @@ class StepHistory:
         self._records = older + recent
 
     def _forward_begins(self, inputs: Mapping[str, Any]) -> None:
-        """Takes the first positional argument and all keyword arguments, by name."""
+        """Counts the rows and tokens of a forward's inputs, and starts the step's clock.
+
+        Args:
+            inputs: First positional argument and all keyword arguments, by name.
+        """
         if self._started is None:
             self._started = time.perf_counter()
         ids = inputs.get("input_ids")
@@ -211,7 +215,7 @@ class StepHistory:
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:
-    """The loss in what a model returned: the output itself, its `loss`, or its first element."""
+    """Returns the loss in a model's output: the output itself, its `loss`, or its first element."""
     candidate = output
     if isinstance(output, Mapping):
         candidate = output.get("loss")

@@ -18,15 +18,15 @@ from castor.runtime.boosted_model import compiled_from
 from castor.runtime.spec import ModelSpec
 
 does_nothing: Callable[..., None] = contextlib.nullcontext().__exit__
-"""The hook of a copy: takes anything, and is the standard library's, which every reader of the
-copy's pickle has."""
+"""The hook of a copied module: takes any arguments. It is from the standard library, so that every
+reader of the copy's pickle has it."""
 
 
 class ModuleHook(functools.partial[Any]):
-    """A hook that belongs to one boosted model: it keeps the model's engine alive, as modules do.
+    """A hook of one boosted model, which keeps the model's engine alive.
 
-    copy.deepcopy and pickle take a module's hooks along. The copy is an ordinary module, which must
-    neither run a boosted model's hooks nor keep its memory: it gets one that does nothing.
+    copy.deepcopy and pickle copy a module's hooks too. The copy is an ordinary module, which must
+    neither run a boosted model's hooks nor keep its memory. It gets a hook that does nothing.
     """
 
     def __deepcopy__(self, _: dict[int, Any]) -> Any:
@@ -39,15 +39,15 @@ class ModuleHook(functools.partial[Any]):
 
 
 Around = Callable[..., Any]
-"""Called with a call and its arguments: gives what it gives."""
+"""Function around a call: takes the call and its arguments, and returns the call's result."""
 
 
 class CompiledCall:
-    """The call of a module that is compiled, and what stands around it.
+    """The compiled call of a module, with castor's hooks around it.
 
-    Within what torch.compile makes of a forward castor's hooks would break the graph: they run
-    before it and after it. The module has this as its compiled call, which torch leaves out of
-    copies and pickles.
+    Inside of a compiled forward castor's hooks would break the graph, so that they run before and
+    after it. The module has this object as its compiled call, which torch leaves out of copies and
+    pickles.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class CompiledCall:
         """Takes the place of the module's compiled call, if it has one.
 
         Args:
-            module: One that torch.compile has wrapped, or whose compile() has been called.
-            enter: A pre-hook of its forward.
-            leave: A hook of its forward; what it is given is None where that failed.
+            module: Module that torch.compile has wrapped, or whose compile() has been called.
+            enter: Pre-hook of its forward.
+            leave: Hook of its forward; its output argument is None if the forward failed.
         """
         self.around: Around | None = None
-        """Runs the compiled forward in its own way, and perhaps again in backward."""
+        """Function that runs the compiled forward, and perhaps again in backward; None: none."""
         self._owner = weakref.ref(module)
         self._compiled = module._compiled_call_impl
         self._enter = enter
@@ -69,7 +69,7 @@ class CompiledCall:
         module._compiled_call_impl = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gives what the compiled forward gives."""
+        """Returns the result of the compiled forward."""
         module = self._owner()
         assert module is not None
         call = self._compiled or module._call_impl
@@ -85,25 +85,25 @@ class CompiledCall:
         return output
 
     def stay(self) -> None:
-        """Before the model's forward: compile() may have been called again, and replaced this."""
+        """Takes its place again if compile() has replaced it; called before the model's forward."""
         module = self._owner()
         if module is not None and module._compiled_call_impl is not self:
             self._compiled = module._compiled_call_impl
             module._compiled_call_impl = self
 
     def remove(self) -> None:
-        """Leaves the module what it stands around."""
+        """Gives the module its own compiled call back."""
         module = self._owner()
         if module is not None and module._compiled_call_impl is self:
             module._compiled_call_impl = self._compiled
 
 
 class _DirectCall:
-    """The call of a module that has castor's two hooks and no others, past torch's loop over them.
+    """A fast call of a module that has castor's two hooks and no others, without torch's hook loop.
 
-    It stands where a compiled call would, which torch leaves out of copies and pickles. The hooks
-    are there as well: whoever asks sees them, and with others beside them, or while torch.compile
-    or torch.jit.trace follows the call, they run as ever.
+    It is in the place of a compiled call, which torch leaves out of copies and pickles. The hooks
+    are registered as well. They run as usual if the module has other hooks too, or while
+    torch.compile or torch.jit.trace follows the call.
     """
 
     def __init__(self, module: nn.Module, call: _C.ModuleCall) -> None:
@@ -111,14 +111,14 @@ class _DirectCall:
         module._compiled_call_impl = call
 
     def remove(self) -> None:
-        """Leaves the module its own call."""
+        """Gives the module its own call back."""
         module = self._owner()
         if module is not None:
             forget_direct_call(module)
 
 
 def forget_direct_call(module: nn.Module) -> None:
-    """A module that is followed no longer; no effect on one that has been compiled meanwhile."""
+    """Removes the direct call of a module; no effect if the module was compiled since."""
     if isinstance(module._compiled_call_impl, _C.ModuleCall):
         del module._compiled_call_impl
 
@@ -136,23 +136,23 @@ class Handle(Protocol):
     """The handle of a hook."""
 
     def remove(self) -> None:
-        """Takes it away again."""
+        """Removes the hook."""
         ...
 
 
 def follow(spec: ModelSpec, events: _C.StepEvents) -> list[Handle]:
-    """Has the modules of a model tell of a step.
+    """Installs the hooks by which a model's modules report the events of a step.
 
-    Every module that owns parameters tells when it is entered and left, and has backward tell when
-    it comes to its outputs (csrc/torch/step_hooks.h); `events` follow the gradients by themselves.
-    One that is compiled tells from outside of what is compiled, also for the modules in it.
+    Every module that owns parameters reports when it is entered and left, and when backward reaches
+    its outputs (csrc/torch/step_hooks.h). `events` follows the gradients by itself. A compiled
+    module reports from outside of the compiled code, also for the modules in it.
 
     Args:
-        spec: Of the model.
-        events: What is told: a session, or a recorder.
+        spec: Description of the model.
+        events: Receiver of the events: a session, or a recorder.
 
     Returns:
-        What takes the hooks away again.
+        Handles that remove the hooks.
     """
     handles: list[Handle] = []
     calls: list[CompiledCall] = []
@@ -180,18 +180,18 @@ def follow(spec: ModelSpec, events: _C.StepEvents) -> list[Handle]:
 
 
 def warn_of_late_compiles(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Has the model warn, once, of blocks that are compiled from now on: their graphs will break.
+    """Makes the model warn once if a block is compiled from now on: its graph will break.
 
     Args:
-        model: One that is followed.
-        blocks: Its, by name.
+        model: Model whose modules are followed.
+        blocks: Blocks of the model, by name.
     """
     waiting = [(name, weakref.ref(block)) for name, block in blocks.items()]
     model.register_forward_pre_hook(ModuleHook(_warn_of_late, waiting))
 
 
 def _warn_of_late(waiting: list[tuple[str, weakref.ref[nn.Module]]], *_: Any) -> None:
-    if is_compiling():  # the whole model is
+    if is_compiling():  # the full model is compiled
         return
     for name, ref in waiting:
         block = ref()
@@ -213,18 +213,18 @@ def _stay(calls: list[CompiledCall], *_: Any) -> None:
 
 
 class Replaced:
-    """Attributes of modules that castor replaces, as they were. Holds no module."""
+    """The original values of module attributes that castor has replaced. Holds no module."""
 
     def __init__(self) -> None:
         self._before: list[tuple[weakref.ref[nn.Module], str, Any]] = []
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
-        """Sets an attribute of the module itself, which keeps its class's."""
+        """Sets an attribute on the module itself; its class keeps its own."""
         self._before.append((weakref.ref(module), name, module.__dict__.get(name, _NOTHING)))
         setattr(module, name, value)
 
     def put_back(self) -> None:
-        """Puts back what was there before, on modules that are alive."""
+        """Restores the original values on modules that are alive."""
         while self._before:
             owner, name, before = self._before.pop()
             module = owner()

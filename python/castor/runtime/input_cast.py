@@ -15,11 +15,11 @@ from castor.runtime.tensor_types import TensorTypes
 
 
 class InputCast:
-    """A pre-hook of the model: inputs come to its device, floating-point ones in its precision.
+    """A pre-hook that moves a model's inputs to its device, and casts floats to its precision.
 
-    In fp32 types stay as they are, so that a model may be called with any; and so they do where the
-    module that takes them stays float32 (`input_type`). Copies of the model keep it: their weights
-    have that precision.
+    In fp32 types stay as they are, so that a model may be called with any type. They also stay if
+    the module that takes the inputs is float32 (`input_type`). Copies of the model keep this hook,
+    as their weights have that precision.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class InputCast:
         self._device = device
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gives the inputs of a forward as the model takes them."""
+        """Returns the inputs of a forward, moved and cast."""
         return self._cast(args), {key: self._cast(value) for key, value in kwargs.items()}
 
     def _cast(self, value: Any) -> Any:
@@ -44,7 +44,7 @@ class InputCast:
 
 
 def input_type(spec: ModelSpec, types: TensorTypes) -> torch.dtype:
-    """The type of the module that takes the inputs: the first that is no embedding."""
+    """Returns the type of the module that takes the inputs: the first that is no embedding."""
     for owner in spec.modules:
         if owner.params and not isinstance(owner.module, nn.Embedding):
             first = owner.params[0]
@@ -59,13 +59,13 @@ def convert_buffers(
     device: torch.device,
     views: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Brings buffers to the device, in the types that were chosen.
+    """Moves buffers to the device, and casts them to their chosen types.
 
     Args:
-        model: Has the buffers.
-        types: The types.
-        device: Where the model computes.
-        views: Buffers over the memory of parameters, which stay that.
+        model: Model with the buffers.
+        types: Chosen types of its tensors.
+        device: Device that the model computes on.
+        views: Buffers over the memory of parameters, which are left alone.
     """
     known = set(map(id, views))
     for prefix, module in model.named_modules():

@@ -1,8 +1,8 @@
-"""Environment variables of launchers: how many processes there are, and how many on this machine.
+"""Reads the number of processes, and of those on this machine, from launchers' environments.
 
-All that castor needs is torch.distributed's environment (RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), or a process group. How many ranks are on this machine torchrun, Ray Train and
-Lightning say (LOCAL_RANK, LOCAL_WORLD_SIZE); of srun's tasks Slurm does, and of mpirun's Open MPI.
+castor needs only torch.distributed's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or a
+process group. torchrun, Ray Train and Lightning give the number of ranks on this machine by
+LOCAL_RANK and LOCAL_WORLD_SIZE, srun and Open MPI's mpirun by variables of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import distributed
 def launched_size() -> int:
     """Returns the size of this process's group, or the number of processes that were launched.
 
-    Not collective: it makes no group; 1 where there is neither.
+    It is 1 if there is neither. Not collective: it makes no group.
     """
     if _joined():
         return distributed.get_world_size()
@@ -26,12 +26,12 @@ def launched_size() -> int:
 
 
 def rank_of_node() -> int:
-    """Returns this process's number on its machine; 0 where no launcher says so."""
+    """Returns this process's number on its machine; 0 if no launcher gives it."""
     return _place_on_node()[0]
 
 
 def ranks_of_node() -> int:
-    """Returns the number of ranks on this machine; 1 where no launcher says so."""
+    """Returns the number of ranks on this machine; 1 if no launcher gives it."""
     return _place_on_node()[1]
 
 
@@ -41,10 +41,10 @@ def name_of_node() -> str:
 
 
 def warn_of_neighbours(here: int, *, stacklevel: int) -> None:
-    """Warns where the launcher has told of fewer ranks on this machine.
+    """Warns if the launcher has given a smaller number of ranks on this machine.
 
     Args:
-        here: How many there are.
+        here: Number of ranks on this machine.
         stacklevel: As warnings.warn counts, from the caller of this function.
     """
     told = ranks_of_node()
@@ -59,7 +59,7 @@ def warn_of_neighbours(here: int, *, stacklevel: int) -> None:
 
 
 def _place_on_node() -> tuple[int, int]:
-    """(which, of how many)."""
+    """Returns (number of this rank on its machine, number of ranks there)."""
     size = launched_size()
     if size == 1:
         return 0, 1
@@ -75,7 +75,7 @@ def _place_on_node() -> tuple[int, int]:
 
 
 def _told(name: str) -> int | None:
-    """A number of a launcher's; None where there was none."""
+    """Returns the number in a launcher's variable; None if there is none."""
     told = os.environ.get(name, "")
     return int(told) if told.isdecimal() and (_joined() or "RANK" in os.environ) else None
 
@@ -96,6 +96,6 @@ def _tasks_of_slurm(size: int) -> int | None:
 
 
 def _meet_here() -> bool:
-    """Whether all ranks meet at an address that is this machine's alone."""
+    """Whether MASTER_ADDR is a loopback address, so that all ranks are on this machine."""
     address = os.environ.get("MASTER_ADDR", "")
     return address in ("localhost", "::1") or address.startswith("127.")

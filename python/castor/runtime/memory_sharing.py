@@ -19,10 +19,10 @@ _SHARING = ("_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
 
 
 def check_unshared(spec: ModelSpec) -> None:
-    """Refuses parameters in memory that other processes see: they would not see the chunks.
+    """Refuses parameters in memory shared with other processes, which would not see the chunks.
 
     Raises:
-        UsageError: One of them is.
+        UsageError: A parameter is in shared memory.
     """
     for name, param in zip(spec.names, spec.params, strict=True):
         if param.device.type == "cpu" and param.is_shared() and not _C.is_mapped_privately(param):
@@ -43,13 +43,13 @@ class _Alias:
 
 
 class Aliases:
-    """Buffers and attributes of modules over the memory of parameters, which follow those."""
+    """Buffers and attributes of modules that lie over parameters' memory, and move with them."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
-        """Finds them before parameters move into chunks.
+        """Finds the tensors before parameters move into chunks.
 
         Raises:
-            UsageError: One is over memory of a parameter and of something else as well.
+            UsageError: A tensor lies over the memory of a parameter and over other memory too.
         """
         self._found: list[_Alias] = []
         owners: dict[int, list[tuple[str, nn.Parameter]]] = {}
@@ -71,7 +71,7 @@ class Aliases:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Parameters lie in chunks: the tensors lie over their memory there."""
+        """Moves the tensors to the parameters' memory in chunks, once parameters lie there."""
         for alias in self._found:
             param, tensor = alias.param, alias.tensor
             if tensor.untyped_storage()._cdata != param.untyped_storage()._cdata:
@@ -84,7 +84,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers and attributes of all modules, those in lists, tuples and dicts too."""
+    """Yields (name, tensor) of modules' buffers and attributes, also in lists, tuples and dicts."""
     for prefix, module in model.named_modules():
         held = {**vars(module), **module._buffers}
         for name, value in held.items():
@@ -124,7 +124,7 @@ def _alias(name: str, tensor: torch.Tensor, owner: str, param: nn.Parameter) -> 
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor lies in: the first, and the one behind the last."""
+    """Returns a tensor's range of bytes in its storage: the first, and one past the last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in steps)
@@ -132,11 +132,11 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def refuse_sharing(content_of: Callable[[int], str]) -> None:
-    """From now on storages of boosted models are not shared with other processes.
+    """Makes torch refuse to share storages of boosted models with other processes from now on.
 
     Args:
-        content_of: Says which parameter, gradient or state the storage at an address of torch's is;
-            "" for those of others. The last one that was given counts.
+        content_of: Names the parameter, gradient or state in a storage, given torch's address of
+            it; "" for a storage that is not castor's. The latest one given is used.
     """
     global _content_of
     if _content_of is _of_others:

@@ -1,4 +1,4 @@
-"""The record of a model of which this process has shards."""
+"""Records about a model of which this process has shards or stages."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from castor.runtime.weight_conversions import FileLayout
 
 @dataclass(frozen=True, kw_only=True)
 class WholeModel:
-    """The full model, as it was before each rank took some of its layers."""
+    """The full model, as it was before it was divided among ranks."""
 
     tensors: Mapping[str, tuple[int, tuple[int, ...]]]
-    """state_dict key -> (number of the tensor, the same where it is tied; its shape), in order."""
+    """state_dict key -> (number of the tensor, full shape), in order; tied keys share a number."""
     groups: Sequence[Sequence[str]]
     """Names of the parameters in the optimizer's groups, in order."""
     files: FileLayout | None = None
-    """The layout of transformers' files; None: it is no model of transformers."""
+    """The layout of transformers' files; None: the model is not one of transformers."""
     adapters: Mapping[str, Mapping[str, str]] | None = None
     """Keys of each PeftModel adapter's file and of the state_dict, in the file's order; None: the
     model is no PeftModel."""
 
     def keys_like(self, own: Iterable[str]) -> dict[str, str]:
-        """All keys of what this process has, and the key by which it has it, in order."""
+        """Maps each full-model key of this process's tensors to the key used here, in order."""
         own_key: dict[int, str] = {}
         for key in own:
             own_key.setdefault(self.tensors[key][0], key)
@@ -39,7 +39,7 @@ class WholeModel:
         }
 
     def first_key(self, key: str) -> str:
-        """Returns the parameter's name for all keys that are tied to it."""
+        """Returns the first of the keys that are tied to `key`, which is the parameter's name."""
         return self._first_keys[self.tensors[key][0]]
 
     @cached_property
@@ -51,11 +51,11 @@ class WholeModel:
 class Runs:
     """The place of a shard in the full tensor: runs of one length, evenly apart.
 
-    In elements, or bytes, in the row-major orders of the part and of the whole.
+    In elements, or bytes, in the row-major orders of the shard and of the full tensor.
     """
 
     first: int
-    """Begin of the first run in the full tensor."""
+    """Beginning of the first run in the full tensor."""
     length: int
     """Length of each run; 1 or more."""
     stride: int
@@ -86,14 +86,14 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The places of a part of a tensor in the full one: a few segments of any lengths.
+    """The place of a shard in the full tensor: a few segments of any lengths.
 
-    In elements, or bytes, as Runs.
+    In elements, or bytes, as for Runs.
     """
 
     places: tuple[tuple[int | None, int], ...]
-    """(where it begins in the full tensor, its length) of each segment, in the order of the part;
-    None: another rank has the same elements, and writes them."""
+    """(beginning in the full tensor, length) of each segment, in the order of the shard. If the
+    beginning is None, another rank has the same elements, and writes them."""
 
     def in_bytes(self, size: int, start: int) -> Segments:
         """See Runs."""
@@ -109,7 +109,7 @@ class Segments:
         return Segments(places=tuple(places))
 
     def of(self, begin: int, end: int) -> Iterator[tuple[int | None, int]]:
-        """See Runs; None: another rank writes these."""
+        """See Runs; a place of None: another rank writes these elements."""
         first = 0
         for at, length in self.places:
             skipped, upto = max(begin - first, 0), min(end - first, length)
@@ -119,15 +119,15 @@ class Segments:
 
 
 class OwnParts(Protocol):
-    """Answers the reads of the rank that writes."""
+    """Finds this process's shards for the rank that writes a checkpoint."""
 
     def find(self, key: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(parameter, this process's part of a tensor of it)."""
+        """Returns (parameter, this process's shard of a tensor that belongs to it)."""
         ...
 
 
 class ModelParts(Protocol):
-    """Parts of layers, or some layers: castor.distributed's TensorParallel and PipelineParallel."""
+    """Shards of layers, or stages: castor.distributed's TensorParallel and PipelineParallel."""
 
     @property
     def peers(self) -> Sequence[Peers]: ...  # noqa: D102

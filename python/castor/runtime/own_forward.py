@@ -15,30 +15,30 @@ from castor.runtime.hooks import Around
 
 
 class OwnForward:
-    """The forward of one module of a boosted model; a copy of the module gets its class's back."""
+    """A forward of one module of a boosted model; a copied module gets its class's forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owner = weakref.ref(module)
 
     @property
     def module(self) -> nn.Module:
-        """The one whose forward this is."""
+        """The module whose forward this is."""
         module = self._owner()
         assert module is not None
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The forward of a copy of the module."""
+        """Returns the forward of a copy of the module: its class's."""
         copy, forward = memo.get(id(self.module)), type(self.module).forward
         return forward if copy is None else types.MethodType(forward, copy)
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        """The forward of a module that is read from a pickle: its class's, as ModuleHook gives."""
+        """Makes an unpickled module have its class's forward; see ModuleHook."""
         return getattr, (self.module, "forward")
 
 
 class WrappedForward(OwnForward):
-    """One that calls what it takes the place of: the class's, or what somebody has put there."""
+    """A forward that wraps the previous one: the class's, or one that user code put there."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -54,22 +54,22 @@ class WrappedForward(OwnForward):
 
 
 class ForwardAround(OwnForward):
-    """The class's forward, run by what stands around it."""
+    """The class's forward, called through a function around it."""
 
     def __init__(self, module: nn.Module, around: Around) -> None:
         super().__init__(module)
         self._around = around
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gives what the class's forward gives."""
+        """Returns the result of the class's forward."""
         module = self.module
         return self._around(functools.partial(type(module).forward, module), *args, **kwargs)
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether the module's forward is not its class's, but one that somebody has put there.
+    """Whether a module has a forward other than its class's.
 
-    A copy of a boosted module has its class's as an attribute.
+    A copy of a boosted module has its class's forward as an attribute, which does not count.
     """
     forward = module.__dict__.get("forward")
     return forward is not None and not (

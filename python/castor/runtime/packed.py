@@ -1,7 +1,7 @@
-"""Parameters that a layer has packed: quantised weights, whose bytes that layer alone can read.
+"""Packed parameters: quantised weights whose bytes only their layer can read.
 
-Chunks hold and move them byte for byte; nothing converts, rounds or trains them. Beside them stands
-what the layer needs to unpack: a `quant_state` of small tensors, on the parameter (bitsandbytes).
+Chunks hold and move them byte for byte; nothing converts, rounds or trains them. bitsandbytes puts
+a `quant_state` of small tensors on such a parameter, which the layer needs to unpack it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 _REPACKS = "support_avx512bf16_for_cpu"
 """Attribute of a bitsandbytes layer: whether its forward, in eval mode and without gradients,
-replaces its weights by another layout, with which no backward can compute."""
+replaces its weights by another layout, which backward cannot use."""
 
 
 def is_packed(param: torch.Tensor) -> bool:
-    """Whether the bytes of a parameter are no numbers of its dtype, whatever that is."""
+    """Whether a parameter is packed: its bytes are not numbers of its dtype."""
     return param.dtype == torch.uint8 or quant_state_of(param) is not None
 
 
@@ -35,11 +35,11 @@ def quant_state_of(param: torch.Tensor) -> Any:
 
 
 def check_packed(name: str, param: nn.Parameter) -> None:
-    """Refuses quantised parameters that would not be what they are in chunks.
+    """Refuses quantised parameters that chunks cannot hold.
 
     Raises:
-        UsageError: It is not quantised yet, is repacked for inference, is to be trained, or is of
-            a kind that cannot be moved.
+        UsageError: The parameter is not quantised yet, is repacked for inference, requires a
+            gradient, or is of a kind that cannot be moved.
     """
     kind = type(param).__name__
     if getattr(param, "bnb_quantized", True) is False:
@@ -74,10 +74,10 @@ def check_packed_layers(model: nn.Module, type_of: Callable[[str], torch.dtype])
 
     Args:
         model: The model.
-        type_of: Gives the type that a parameter of some name will have.
+        type_of: Returns the type that a parameter with a given name will have.
 
     Raises:
-        UsageError: A layer with a bias of that type computes in another one.
+        UsageError: A layer computes in another type than its bias will have.
     """
     for name, module in model.named_modules():
         bias, computes = module._parameters.get("bias"), getattr(module, "compute_dtype", None)
@@ -94,13 +94,13 @@ def check_packed_layers(model: nn.Module, type_of: Callable[[str], torch.dtype])
 def settle_layers(
     model: nn.Module, device: torch.device, ranks: Ranks | None, replaced: Replaced
 ) -> None:
-    """Brings what stands beside packed parameters to the device, as buffers are, and keeps it.
+    """Moves the quantisation states of packed parameters to the device, and stops repacking.
 
     Args:
         model: The model, whose packed parameters are in chunks.
-        device: Where it computes.
-        ranks: Those that share it: they get what rank 0 has, as they do its weights.
-        replaced: Has what was there before.
+        device: Device that it computes on.
+        ranks: Ranks that share the model: they get rank 0's states, as they do its weights.
+        replaced: Records replaced attributes of modules.
     """
     for module in model.modules():
         for param in _packed_in(module):

@@ -1,4 +1,4 @@
-"""Models that PEFT has put adapters into."""
+"""Models with adapters of PEFT."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether it is a peft.PeftModel."""
-    peft: Any = sys.modules.get("peft")  # whoever has one has imported it
+    """Whether a model is a peft.PeftModel."""
+    peft: Any = sys.modules.get("peft")  # a PeftModel would have imported it
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
@@ -23,7 +23,7 @@ def adapter_tensors(
 
     Args:
         model: A PeftModel.
-        state: Its state dict, of the model's own objects; most of the result are some of these.
+        state: State dict of the model; most tensors of the result are objects of it.
     """
     peft: Any = sys.modules["peft"]
     return {

@@ -1,4 +1,4 @@
-"""Process groups of castor's own, which end with the models that they are for."""
+"""castor's own process groups, which end with the models that use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _made: ContextVar[ProcessGroups | None] = ContextVar("_made", default=None)
 
 @contextmanager
 def groups_made() -> Iterator[ProcessGroups]:
-    """The process groups that own_groups makes within; where this raises, they end."""
+    """Makes a context that collects the process groups made in it; ends them if it raises."""
     groups: ProcessGroups = []
     token = _made.set(groups)
     try:
@@ -34,24 +34,24 @@ def groups_made() -> Iterator[ProcessGroups]:
 
 
 def end_groups_with(owner: object, groups: ProcessGroups) -> None:
-    """They end when nothing holds `owner` any more.
+    """Has `groups` end when nothing holds `owner` any more.
 
-    A group has three threads, one of which wakes a hundred times a second: where a process boosts
-    one model after the other, groups that stay would take whole cores in the end.
+    A group has three threads, one of which wakes a hundred times a second. If a process boosts one
+    model after the other, the groups of earlier models would take whole cores in the end.
     """
     process = os.getpid()
 
     def end() -> None:
-        # In a process that was forked since, their threads are not there.
+        # A forked process does not have the threads of the groups.
         if os.getpid() == process:
             end_groups(groups)
 
     if groups:
-        weakref.finalize(owner, end).atexit = False  # where all ends, leave() does it
+        weakref.finalize(owner, end).atexit = False  # at exit leave() ends all groups
 
 
 def end_groups(groups: ProcessGroups) -> None:
-    """Ends groups; those that the user's destroy_process_group() has ended are passed over."""
+    """Ends groups, except those that the user's destroy_process_group() has ended."""
     while groups:
         group = groups.pop()
         if group in _world.pg_map:
@@ -59,16 +59,16 @@ def end_groups(groups: ProcessGroups) -> None:
 
 
 def own_groups(parts: Sequence[Sequence[int]], count: int) -> list[str]:
-    """Names of `count` new process groups of this process's part of all ranks.
+    """Makes `count` process groups of this process's subset of all ranks; returns their names.
 
-    Of its own: what the user sends between ranks meanwhile does not come between. Collective: every
-    rank calls it, with the same parts. See groups_made for their end.
+    They are castor's own, so that messages of the user between ranks do not interfere. Collective:
+    every rank calls it, with the same `parts`. See groups_made for the end of the groups.
     """
     return [own_group(parts).group_name for _ in range(count)]
 
 
 def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
-    """A new process group of this process's part; see own_groups."""
+    """Makes a process group of this process's subset of all ranks; see own_groups."""
     watch()
     rank, size = distributed.get_rank(), distributed.get_world_size()
     with waiting(rank, size, place="makes process groups", awaited="another rank"):
@@ -84,9 +84,9 @@ def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
 
 
 def lasting_group() -> distributed.ProcessGroup:
-    """A process group of all ranks that does not end with a model; the same one at each call.
+    """Returns a process group of all ranks that does not end with a model; always the same one.
 
-    For DTensors: torch keeps what it has found out about a mesh, with the group's name in it, for
+    DTensors need it: torch caches facts about a mesh, with the group's name, and uses them for
     every later mesh of the same ranks. Collective: every rank calls it.
     """
     global _lasting

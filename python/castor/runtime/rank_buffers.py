@@ -1,4 +1,4 @@
-"""Buffers of a model that several ranks train: rank 0's become every rank's."""
+"""Shares rank 0's buffers with all ranks that train a model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from castor.runtime.ranks import Peers
 
 
 class RankBuffers:
-    """Shares a model's buffers as torch's DistributedDataParallel does.
+    """The buffers of a model, shared as torch's DistributedDataParallel does.
 
-    Holds the tensors, not the model. What forwards have written (a BatchNorm's statistics) is
-    shared in the step behind them, where ranks meet anyway; what nobody writes costs nothing.
+    It holds the tensors, not the model. Buffers that forwards have written, such as a BatchNorm's
+    statistics, are shared in the next step, where ranks meet anyway. Other buffers cost nothing.
     """
 
     def __init__(self, model: nn.Module, ranks: Peers | None) -> None:
-        """All ranks begin with rank 0's. Collective.
+        """Gives all ranks rank 0's buffers. Collective.
 
         Args:
-            model: Of which the buffers are.
-            ranks: Those that train it; None: this process is alone.
+            model: Model with the buffers.
+            ranks: Ranks that train it; None: this process is alone.
         """
         self._ranks = ranks
         self._modules: list[list[torch.Tensor]] = []
-        """Buffers of each module that has some."""
+        """Buffers of each module that has any."""
         if ranks:
             for buffer in model.buffers():
                 ranks.share(buffer)
@@ -38,22 +38,22 @@ class RankBuffers:
         self._versions = self._now()
 
     def leave(self) -> None:
-        """From now on somebody else shares them."""
+        """Stops sharing buffers: another class shares them from now on."""
         self._modules, self._versions = [], []
 
     def written(self) -> list[int]:
-        """Numbers of modules of whose buffers some have been written here since the last time."""
+        """Returns the numbers of modules with a buffer written on this rank since the last call."""
         before, self._versions = self._versions, self._now()
         return [number for number, now in enumerate(self._versions) if now != before[number]]
 
     def share(self, numbers: Collection[int]) -> None:
-        """Rank 0's of these modules become every rank's. Collective."""
+        """Gives every rank rank 0's buffers of these modules. Collective."""
         buffers = [buffer for number in sorted(numbers) for buffer in self._modules[number]]
         if buffers and self._ranks:
             share_together(buffers, self._ranks.group.broadcast, torch.device("cpu"))
 
     def _now(self) -> list[list[int]]:
-        # Of a BatchNorm it is the count of batches that shows: its means are written unseen.
+        # A BatchNorm shows by its count of batches: writes to its means change no version.
         return [[buffer._version for buffer in buffers] for buffers in self._modules]
 
 
@@ -68,14 +68,14 @@ def share_together(
     broadcast: Callable[[torch.Tensor], object],
     device: torch.device,
 ) -> None:
-    """One rank's values become every rank's, in one message.
+    """Gives every rank one rank's values, in one message. Collective.
 
-    In place, unseen by autograd, for which a forward may have kept them.
+    Writes in place without a version count, as a forward may have saved the tensors for backward.
 
     Args:
-        tensors: Of any types.
-        broadcast: Of bytes: what one rank gives becomes every rank's.
-        device: Where these have to be.
+        tensors: Tensors of any types.
+        broadcast: Broadcasts a tensor of bytes from one rank to all.
+        device: Device that `broadcast` needs its bytes on.
     """
     values = [tensor.data for tensor in tensors]
     parts = [value.reshape(-1).view(torch.uint8) for value in values]

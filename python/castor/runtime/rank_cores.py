@@ -1,7 +1,7 @@
 """Assigns the ranks of `castor run` to cores of a NUMA node, beside their memory.
 
-Run as a script it is what such a rank begins with: it keeps to its cores, and becomes the process
-that was asked for. Nothing of castor is imported for that.
+Each such rank starts with this file as a script: the script binds the process to its cores, and
+then replaces it by the command that was asked for. It imports nothing of castor.
 """
 
 import os
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CORES = "CASTOR_RANK_CORES"
-"""Environment of the ranks: processors of each, joined by commas, ranks by semicolons."""
+"""Environment variable: processors of each rank, joined by commas, and ranks by semicolons."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Cores and node of a rank; numbers are the operating system's."""
+    """Cores and NUMA nodes of a rank, by the operating system's numbers."""
 
     nodes: tuple[int, ...]
     cores: tuple[int, ...]
@@ -25,13 +25,13 @@ class RankPlace:
 def places_of_ranks(nproc: int, *, root: Path = Path("/")) -> list[RankPlace]:
     """Returns the place of each rank of this machine; empty where there is nothing to choose.
 
-    Each is beside the GPU of its number where there are as many; else they are spread over the NUMA
-    nodes in a row, several to a node, or several nodes to a rank. Of cores only those count that
-    this process may run on.
+    Where there are as many GPUs as ranks, each rank is beside the GPU of its number. Otherwise the
+    ranks are spread over the NUMA nodes in order, several ranks to a node or several nodes to a
+    rank. Only cores that this process may run on count.
 
     Args:
-        nproc: Ranks.
-        root: Of the file system that says what the machine has.
+        nproc: Number of ranks on this machine.
+        root: Root of the file system that describes the machine.
     """
     allowed = os.sched_getaffinity(0)
     nodes = {}
@@ -62,7 +62,10 @@ def as_environment(places: Sequence[RankPlace]) -> str:
 
 
 def _nodes_of_gpus(root: Path) -> list[int]:
-    """In the order of their addresses, which is CUDA's of GPUs that are alike; [] where chosen."""
+    """Returns the NUMA node of each GPU, by address; [] if CUDA_VISIBLE_DEVICES is set.
+
+    CUDA numbers GPUs of one model in that order.
+    """
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return []
     devices = sorted((root / "proc/driver/nvidia/gpus").glob("*"))

@@ -31,8 +31,8 @@ def launch_from_torch() -> None:
     """Joins the ranks that torchrun, or another launcher like it, has started.
 
     Makes torch.distributed's default process group from RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT, with gloo for the CPU and NCCL for GPUs, and sees to its end. Booster.boost does it
-    where nobody has. No effect where there is a group already.
+    MASTER_PORT, with gloo for the CPU and NCCL for GPUs, and ends it at exit. Booster.boost calls
+    it if there is no group yet. No effect if there is one.
 
     Raises:
         UsageError: No launcher has started this process.
@@ -48,7 +48,7 @@ def launch_from_torch() -> None:
             f"{slurm if 'SLURM_PROCID' in os.environ else ''}"
         )
     store, rank, size = next(rendezvous("env://"))
-    # torchrun keeps its store when it starts all again, with the addresses of those that are gone.
+    # After a restart torchrun keeps its store, which has the addresses of the ended processes.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -62,7 +62,7 @@ def launch_from_torch() -> None:
 def be_alone() -> None:
     """Makes torch.distributed's default process group of this process alone.
 
-    For classes of torch's that do not work without one. No effect where there is one.
+    Some of torch's classes need a group. No effect if there is one.
     """
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -72,8 +72,8 @@ def be_alone() -> None:
 def leave() -> None:
     """Ends torch.distributed's process group, where there is one.
 
-    A process that only ends may be aborted by gloo's threads, which let go of the last collective's
-    tensors when Python is gone.
+    Without this, gloo's threads may abort a process that exits: they release the last collective's
+    tensors when Python is gone already.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()
@@ -81,9 +81,9 @@ def leave() -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Peers:
-    """Some ranks of a run, and a process group of their own.
+    """Some ranks of a run, with a process group of their own.
 
-    Its calls are collective, and raise Error where another rank is gone.
+    Calls are collective, and raise Error if another rank is gone.
     """
 
     rank: int
@@ -95,16 +95,16 @@ class Peers:
         return self.gather_at("what ranks tell each other outside passes", value)
 
     def gather_at(self, place: str, value: Any) -> list[Any]:
-        """Gathers as gather does; `place` names the purpose in messages."""
+        """Gathers as `gather` does; `place` names the purpose in messages."""
         given = self.group.gather(pickle.dumps(value), f"is at {place}")
         return [pickle.loads(one) for one in given]
 
     def meet(self, what: str) -> None:
-        """Returns when every rank is here; `what` each does, where it waits for others."""
+        """Returns when every rank has called it; `what` names this rank's action in messages."""
         self.group.meet(what)
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values become every rank's, in place."""
+        """Gives every rank rank 0's values of a tensor, in place."""
         whole = tensor.detach()
         values = whole.cpu().contiguous()
         self.group.broadcast(values)
@@ -112,19 +112,20 @@ class Peers:
             whole.copy_(values)
 
     def share_all(self, model: nn.Module) -> None:
-        """Rank 0's parameters and buffers become every rank's, in place."""
+        """Gives every rank rank 0's parameters and buffers, in place."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.share(tensor)
 
     def check_equal(self, facts: Mapping[str, Any], *, beside: Any = None) -> list[Any]:
-        """Every rank was given the same.
+        """Checks that every rank was given the same.
 
         Args:
-            facts: What by its name in a message; values with a repr that tells them apart.
-            beside: What ranks tell each other besides, and may differ; picklable.
+            facts: Values to compare, by their names in messages; different values need a different
+                repr.
+            beside: Further value of this rank, which may differ; picklable.
 
         Returns:
-            What every rank gives `beside`, in rank order.
+            `beside` of every rank, in rank order.
 
         Raises:
             UsageError: Two ranks differ; every rank raises it.
@@ -142,17 +143,17 @@ class Peers:
         serve: Callable[[], None],
         end_service: Callable[[], None],
     ) -> Result:
-        """Runs `work` on rank 0, for all: each returns what it returned, or raises what it raised.
+        """Runs `work` on rank 0 for all ranks, which all return its result or raise its error.
 
         Args:
-            work: What is done once.
-            serve: What the other ranks do meanwhile, until ...
-            end_service: ... rank 0 has said that `work` is over.
+            work: Called once, on rank 0.
+            serve: Called on the other ranks meanwhile; returns after rank 0's `end_service`.
+            end_service: Called on rank 0 when `work` is over.
 
         Raises:
             Exception: What `work` raised on rank 0.
         """
-        self.gather_at("a save or a load", None)  # from here on all wait for what rank 0 does
+        self.gather_at("a save or a load", None)  # from here on all ranks wait for rank 0
         outcome: tuple[Any, Exception | None] = None, None
         if self.rank == 0:
             try:
@@ -173,7 +174,7 @@ class Peers:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinkedPeers(Peers):
-    """Peers whose gather names a rank that ends or stops, where they share memory."""
+    """Peers whose gather can name a rank that has ended or stopped, where ranks share memory."""
 
     link: _C.RankTensors
 
@@ -185,11 +186,11 @@ class LinkedPeers(Peers):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranks(LinkedPeers):
-    """The ranks that share one boosted model, and have other data."""
+    """The ranks that share one boosted model and have different data."""
 
     names: tuple[str, str, str]
-    """Names of the groups: `group`, for passes and all that is between them; for gradients, which
-    are summed beside backward; for updates, which may run beside everything else."""
+    """Names of three groups: `group`, for passes and calls between them; a group for gradients,
+    which are summed beside backward; and one for updates, which may run beside all else."""
     saves: Peers
     """The same ranks, for checkpoints that are written beside the training."""
     memory_mark: str | None
@@ -197,10 +198,10 @@ class Ranks(LinkedPeers):
 
 
 def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UsageError of the first rank that was given something else than rank 0.
+    """Raises UsageError for the first rank that was given other values than rank 0.
 
     Args:
-        everyone: What each was given, by its name in a message, in rank order.
+        everyone: Values of each rank, by their names in messages, in rank order.
     """
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
@@ -212,7 +213,7 @@ def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
 
 
 def sendable(error: Exception) -> Exception:
-    """The error, or what it says where it cannot be pickled."""
+    """Returns the error, or an Error with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -221,12 +222,15 @@ def sendable(error: Exception) -> Exception:
 
 
 def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
-    """Makes the ranks of this process's part, where all ranks are divided into parts.
+    """Makes the Ranks of this process's subset of all ranks.
 
-    Collective: every rank calls it, with the same parts. rank_and_size comes before it.
+    Collective: every rank calls it with the same `parts`, after rank_and_size.
+
+    Args:
+        parts: Subsets of all ranks; each rank is in one of them.
 
     Returns:
-        None where its part is this process alone.
+        The ranks; None if the subset is this process alone.
     """
     rank, _ = rank_and_size()
     mine = next(part for part in parts if rank in part)
@@ -247,9 +251,9 @@ def make_ranks(parts: Sequence[Sequence[int]]) -> Ranks | None:
 
 
 def make_savers() -> Peers:
-    """All ranks, in a group for checkpoints that they write beside the training.
+    """Makes Peers of all ranks for checkpoints that they write beside the training.
 
-    Collective: every rank calls it. rank_and_size comes before it.
+    Collective: every rank calls it, after rank_and_size.
     """
     rank, size = rank_and_size()
     (name,) = own_groups([range(size)], 1)
@@ -267,23 +271,23 @@ def _linked(name: str, rank: int, size: int, mark: str | None) -> LinkedPeers:
 
 
 def common_memory_mark(ranks: Peers) -> str | None:
-    """memory_mark of this rank, where all were told alike. Collective.
+    """Returns this rank's memory_mark, and checks that CASTOR_RANK_LINK is equal. Collective.
 
     Raises:
-        UsageError: They were not, or see memory_mark.
+        UsageError: The variable differs between ranks; see also memory_mark.
     """
     ranks.check_equal({"the environment's CASTOR_RANK_LINK": os.environ.get("CASTOR_RANK_LINK")})
     return memory_mark()
 
 
 def memory_mark() -> str | None:
-    """Returns a mark that ranks share which may share memory; None: they may not.
+    """Returns a mark that is equal on ranks that may share memory; None: none may.
 
-    CASTOR_RANK_LINK="group" says that they may not, "node" that only ranks of one GROUP_RANK may:
-    with it one machine can stand in for several.
+    With CASTOR_RANK_LINK="group" no ranks may share memory. With "node" only ranks of one
+    GROUP_RANK may, so that one machine can simulate several. "auto" is the default.
 
     Raises:
-        UsageError: It is none of these, nor "auto"; GROUP_RANK is not set, and it is "node".
+        UsageError: CASTOR_RANK_LINK has another value, or is "node" and GROUP_RANK is not set.
     """
     link = os.environ.get("CASTOR_RANK_LINK", "auto")
     if link not in ("auto", "group", "node"):
@@ -297,12 +301,12 @@ def memory_mark() -> str | None:
 
 
 def may_share_memory() -> bool:
-    """Whether ranks of one machine may; see memory_mark."""
+    """Whether ranks of one machine may share memory; see memory_mark."""
     return memory_mark() is not None
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Returns (rank, size) of this process, in a group made if a launcher started several.
+    """Returns (rank, size) of this process; joins the ranks that a launcher has started.
 
     Collective: every rank calls it.
     """
@@ -316,7 +320,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def describe_parameters(model: nn.Module) -> dict[str, Any]:
-    """Returns the facts that have to be equal on every rank, by their names in messages."""
+    """Returns facts that must be equal on every rank, by their names in messages."""
     described = [
         f"{name}{tuple(param.shape)}{param.dtype}{'' if param.requires_grad else ' frozen'}"
         for name, param in model.named_parameters()

@@ -19,8 +19,7 @@ _HOOKS = (
     "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
 )
-"""Attributes of a module that keep hooks; those with more about some of them use the same
-numbers."""
+"""Attributes of a module that keep its hooks by number."""
 _FLAGS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",
@@ -30,14 +29,14 @@ _FLAGS = (
 
 @torch.no_grad()
 def release_model(model: nn.Module, engine: Engine) -> None:
-    """Takes everything of castor's off the model; the session goes with the engine.
+    """Removes everything of castor's from the model; the session ends with the engine.
 
-    Parameters keep their host storage, which the session leaves to them. Those on NVMe get
+    Parameters keep their host storage, which the session leaves to them. Parameters on NVMe get
     memory of their own.
 
     Args:
-        model: The boosted one.
-        engine: Its.
+        model: The boosted model.
+        engine: Engine of the model.
 
     Raises:
         UsageError: The run is broken; nothing was changed.
@@ -47,7 +46,7 @@ def release_model(model: nn.Module, engine: Engine) -> None:
         if engine.session.weight_stored(i):
             param.data = param.detach().clone()
     engine.replaced.put_back()
-    engine.blocks = BlockPolicy()  # what was there knows the engine
+    engine.blocks = BlockPolicy()  # the policy before refers to the engine
     for module in model.modules():
         _remove_hooks(module)
     unguard(model)
@@ -61,7 +60,7 @@ def _remove_hooks(module: nn.Module) -> None:
     for registry in _HOOKS:
         hooks = getattr(module, registry)
         for number, hook in list(hooks.items()):
-            # torch wraps some.
+            # torch wraps some hooks.
             if isinstance(getattr(hook, "hook", hook), ModuleHook | InputCast):
                 for numbered in (registry, *_FLAGS):
                     getattr(module, numbered).pop(number, None)

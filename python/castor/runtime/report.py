@@ -8,10 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Bytes held now."""
+    """Bytes in use now."""
 
     device_bytes: int
-    """Chunks of the model and its non-model data on the device; on a GPU that of all models."""
+    """Chunks and non-model data of the model on the device; on a GPU the non-model data of all
+    models."""
     nonmodel_bytes: int
     """Share of these for activations, temporaries and gradients on their way."""
     host_bytes: int
@@ -27,12 +28,12 @@ class LogitFigures:
     logit_unheld_bytes: int = 0
 
     def note(self, *, rows: int, rows_per_tile: int, row_bytes: int) -> None:
-        """A loss was computed.
+        """Records that a loss was computed.
 
         Args:
-            rows: Rows of its logits.
-            rows_per_tile: At most this many at once.
-            row_bytes: Of one row, in the type that the loss takes.
+            rows: Number of rows of its logits.
+            rows_per_tile: Most rows of a tile.
+            row_bytes: Bytes of one row, in the type that the loss takes.
         """
         self.logit_rows_per_tile = min(rows, rows_per_tile)
         self.logit_tiles = -(-rows // rows_per_tile)
@@ -65,7 +66,7 @@ class MemoryReport:
     peak_nonmodel_bytes: int
     """Highest total of activations, temporaries and gradients on their way."""
     resident_bytes: int
-    """Device bytes that chunks take which placement_policy="auto" keeps there for good, now."""
+    """Device bytes of chunks that placement_policy="auto" keeps resident on the device now."""
     resident_chunks: int
     """Number of these chunks; their place on the host stays reserved."""
     host_bytes: int
@@ -78,9 +79,9 @@ class MemoryReport:
     """Share of these for parameters and gradients, which go there when the host has no room for
     them."""
     nvme_read_bytes: int
-    """Bytes read from there."""
+    """Bytes read from NVMe."""
     nvme_written_bytes: int
-    """Bytes written there."""
+    """Bytes written to NVMe."""
     h2d_bytes: int
     """Bytes copied from host to device."""
     d2h_bytes: int
@@ -88,7 +89,7 @@ class MemoryReport:
     demand_fetches: int
     """Chunks that a module had to wait for."""
     prefetch_hits: int
-    """Chunks that were there ahead of their use because the plan fetched them."""
+    """Chunks that the plan fetched before their use."""
     evictions: int
     """Chunks that left the device during a step to make room."""
     divergent_steps: int
@@ -96,10 +97,10 @@ class MemoryReport:
     skipped_steps: int
     """Steps whose update was skipped because a gradient was not finite."""
     step_skipped: bool
-    """Whether the last one was."""
+    """Whether the last step's update was skipped."""
     gradient_norm: float | None
-    """L2 norm of the last step's gradients, of all ranks and before clipping; None before the
-    first, and where nothing asks for it (max_norm=0 and nonfinite="ignore")."""
+    """L2 norm of the last step's gradients, over all ranks and before clipping. None before the
+    first step, and where nothing needs it (max_norm=0 and nonfinite="ignore")."""
     steps: int
     """Optimizer steps."""
     plans: int
@@ -107,72 +108,74 @@ class MemoryReport:
     logit_rows_per_tile: int
     """Rows in which the last loss over deferred logits was computed; 0: there was none."""
     logit_tiles: int
-    """Tiles of that loss."""
+    """Number of tiles of that loss."""
     logit_unheld_bytes: int
-    """Logits, of the largest such loss, that never stood in memory: all but a tile."""
+    """Bytes of logits that were never in memory, for the largest such loss: all but one tile."""
     activation_blocks: int
-    """Repeated parts of the model, whose activations are kept, recomputed or offloaded."""
+    """Number of blocks: repeated parts of the model, whose activations are kept, recomputed or
+    offloaded."""
     recomputed_blocks: int
     """Number of these that backward computes again, in whole or in part."""
     kept_activation_bytes: int
-    """activations="auto": what the other blocks keep from forward to backward, as profiled."""
+    """activations="auto": bytes that the other blocks save for backward, as profiled."""
     recompute_seconds: float
-    """activations="auto": what computing blocks again takes of a step, as profiled."""
+    """activations="auto": seconds of a step that recomputing blocks takes, as profiled."""
     offloaded_blocks: int
     """Blocks, or parts of them, whose activations wait for backward in host memory."""
     offloaded_activation_bytes: int
-    """Bytes that the last step copied there."""
+    """Activation bytes that the last step copied to host memory."""
     tiled_blocks: int
-    """Blocks with a part that runs on a piece of the rows at a time."""
+    """Number of blocks with a part that runs in tiles of rows."""
     mlp_tiles: int
-    """activations="auto": pieces of these blocks' MLPs, as nothing less fits; 0: not by "auto"."""
+    """activations="auto": number of tiles of these blocks' MLPs, where nothing less fits; 0: "auto"
+    has chosen none."""
     num_chunks: int
-    """Chunks of the model."""
+    """Number of chunks of the model."""
     chunk_bytes: int
     """Bytes of a regular chunk."""
     waste: float
     """Share of chunk slots that holds no parameter."""
     device_arena: str
-    """Source of the device tier's memory, and what is free in it."""
+    """Source of the device tier's memory, and the free memory in it."""
     host_arena: str
     """Source of the host tier's memory."""
     rank: int
     """Rank of this process, from 0."""
     ranks: int
-    """Processes that train the model together; 1: this one is alone."""
+    """Number of processes that train the model together; 1: this one is alone."""
     zero_stage: int
-    """ZeRO stage: ranks shard 1: masters and optimizer states; 2: gradients too; 3: weights too.
-    Ranks that share memory have one copy of the latter two, where all are on one machine. 0: this
-    process is alone."""
+    """ZeRO stage that runs. Ranks shard with 1: masters and optimizer states; 2: gradients too; 3:
+    weights too. Ranks of one machine that share memory have one copy of gradients and weights
+    instead. 0: this process is alone."""
     rank_link: str
     """Link between ranks: shared memory, gloo between machines and memory within each, or gloo and
-    why; empty for one that is alone."""
+    why. Empty if this process is alone."""
     rank_shared_bytes: int
-    """Weights and gradients that ranks of this machine keep once for all of them; 0: each has its
-    own."""
+    """Bytes of weights and gradients of which the ranks of this machine share one copy; 0: each
+    rank has its own."""
     rank_shard_bytes: int
-    """Host bytes of this rank's shards of weights: one shard of each chunk, or as many as there are
-    copies (extra_dp_size); 0: there are none."""
+    """Host bytes of this rank's shards of weights: extra_dp_size shards of each chunk. 0: weights
+    are not sharded."""
     rank_window_bytes: int
-    """Host bytes of the window in which full chunks are gathered, one by one."""
+    """Host bytes of the window in which full chunks are gathered."""
     rank_gradient_shard_bytes: int
     """Host bytes of this rank's shard of the ranks' mean gradients; 0: they are full on every rank,
     or shared."""
     rank_gradient_copy_bytes: int
-    """Whole chunks of those that this rank has at the moment: of which not all ranks have all, that
-    were written after backward, or the last that was read."""
+    """Host bytes of full chunks of gradients that this rank has now: chunks that not all ranks have
+    completed, chunks written after backward, and the chunk that was read last."""
     rank_gradient_copy_peak_bytes: int
-    """The most it had at once."""
+    """Highest value of rank_gradient_copy_bytes."""
     rank_read_bytes: int
-    """Bytes of others' shards, of weights and of gradients, that came here to be read, and of
-    weights that others updated and this rank keeps (extra_dp_size)."""
+    """Bytes that this rank received: other ranks' shards of weights and gradients to read, and
+    weights that others updated and this rank keeps too (extra_dp_size)."""
     rank_sent_bytes: int
-    """Gradients and weights that this rank sent to others."""
+    """Bytes of gradients and weights that this rank sent to others."""
     rank_crossed_bytes: int
-    """Bytes of these to ranks of other machines, where those of each machine share memory; where
-    ranks do not, all go over the group."""
+    """Share of rank_sent_bytes that went to other machines, where the ranks of each machine share
+    memory. Where they do not, all bytes go over the process group."""
     rank_seconds: float
-    """Spent on bringing the ranks' gradients and weights together, waiting for others included."""
+    """Seconds spent on exchanging gradients and weights, waiting for other ranks included."""
     nvme_engine: str
     """I/O engine of the NVMe tier; empty without one."""
 
@@ -181,26 +184,26 @@ class MemoryReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        """Returns the summary: what says how the run goes, in the units that people read."""
+        """Returns the summary: the main figures in readable units, a line each."""
         return _table(_summary(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchReport:
-    """Figures since boost of a model that torch's own classes train: they keep no budget."""
+    """Figures since boost of a model that torch's own classes train, which have no budget."""
 
     trained_by: str
     """The class or function of torch, and how many processes share the model."""
     parameter_bytes: int
-    """Parameters that this rank keeps between steps."""
+    """Bytes of parameters that this rank keeps between steps."""
     gradient_bytes: int
-    """Gradients that it holds now."""
+    """Bytes of gradients that this rank has now."""
     optimizer_bytes: int
-    """Tensors of the optimizers' states that it holds."""
+    """Bytes of the optimizers' state tensors that this rank has."""
     steps: int
     """Optimizer steps."""
     skipped_steps: int
-    """Steps left out, as in MemoryReport; so are the following."""
+    """Steps whose update was skipped. This and the following fields: see MemoryReport."""
     step_skipped: bool
     gradient_norm: float | None
     rank: int
@@ -250,7 +253,7 @@ def size(count: int) -> str:
 
 
 def _summary(report: MemoryReport) -> list[tuple[str, str]]:
-    """Returns what stands in the summary, with its values; what did not happen is left out."""
+    """Returns the lines of the summary, (name, value), without figures of unused features."""
     share = report.peak_device_bytes / max(1, report.device_budget_bytes)
     found = [
         ("steps", _steps(report)),
@@ -329,6 +332,6 @@ def _norm(report: MemoryReport | TorchReport) -> list[tuple[str, str]]:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    """Returns names and values, a line each."""
+    """Formats names and values as a table, a line each."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,7 +1,7 @@
 """Descriptions of the optimizers that run fused on chunks, one for each update rule.
 
-Whoever steps, shows, saves, loads or converts their states reads it here. Names of states and
-state formats are those of the rule itself (csrc/optim), which also checks the options.
+All code that steps, shows, saves, loads or converts their states uses these descriptions. Names of
+states and state formats are those of the rule itself (csrc/optim), which also checks the options.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from castor.config import StateFormat
 Group = Mapping[str, Any]
 """Options of a parameter group, as torch has them."""
 RuleGroup = dict[str, float | bool]
-"""... as a rule calls them."""
+"""Options of a parameter group, by the names of an update rule."""
 
 MASTER = "master"
 """Entry of a saved state: the float32 weights of a 16-bit parameter."""
 EXACT_ONLY = frozenset({"scales"})
-"""Entries that let one state format take its state back bit for bit; others have no use for it."""
+"""Entries with which one state format restores its state bit for bit; others ignore them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,23 +34,23 @@ class FusedRule:
     name: str
     """Name under which csrc/optim/update_rules.cc registers the rule."""
     classes: Mapping[str, Callable[..., Optimizer] | None]
-    """Names of optimizers, each with the class whose state_dict theirs is in plain torch, None: no
-    other than itself."""
+    """Names of the optimizers, each with the class of plain torch that has the same state_dict;
+    None: only the optimizer itself has it."""
     group_keys: tuple[str, ...]
-    """Options that every group of theirs has."""
+    """Options that every group of these optimizers has."""
     options: Callable[[Group], RuleGroup]
-    """A group's, unchecked: see checked."""
+    """Converts the options of a group, without a check; see `checked`."""
     without: tuple[str, ...] = ()
-    """Options of a group that it does not know: they must be false."""
+    """Options of a group that the rule does not support: they must be false."""
     fits: Callable[[Group], bool] = lambda _: True
-    """Whether it has what a group of these optimizers asks for."""
+    """Whether the rule computes what a group of these optimizers asks for."""
     counts_steps: bool = False
     """Whether a parameter's state has a "step"."""
     others: frozenset[str] = frozenset()
     """Entries of a state that these optimizers may have and the rule does not keep."""
     holds_masters: str | None = None
-    """The one of `classes` that keeps float32 masters of 16-bit parameters without a model's
-    chunks."""
+    """Name in `classes` of the optimizer that keeps float32 masters of 16-bit parameters also
+    without chunks; None: there is none."""
 
     @functools.cached_property
     def states(self) -> tuple[str, ...]:
@@ -60,12 +60,12 @@ class FusedRule:
 
     @functools.cached_property
     def formats(self) -> tuple[StateFormat, ...]:
-        """In which it can keep its states."""
+        """State formats that the rule supports."""
         return tuple(_C.rule_formats(self.name))
 
     @property
     def entries(self) -> frozenset[str]:
-        """Keys of a parameter's state, once it is there."""
+        """Keys of a parameter's state after its first step."""
         return frozenset((*self.states, *(("step",) if self.counts_steps else ())))
 
     @property
@@ -74,24 +74,24 @@ class FusedRule:
         return self.entries | self.others | {MASTER}
 
     def checked(self, groups: Iterable[Group]) -> list[RuleGroup]:
-        """Options of every group.
+        """Returns the converted options of every group.
 
         Raises:
-            ValueError: One is out of range; the message says in which group.
+            ValueError: An option is out of range; the message says in which group.
         """
         found = [self.options(group) for group in groups]
         _C.check_rule_options(self.name, found)
         return found
 
     def takes(self, groups: Iterable[Group]) -> bool:
-        """Whether it computes what its optimizers would, with these groups."""
+        """Whether the rule computes exactly what its optimizers would with these groups."""
         return all(
             self.fits(group) and not any(group.get(option) for option in self.without)
             for group in groups
         )
 
     def steps_of(self, entry: Mapping[str, Any]) -> float:
-        """Steps that a parameter's state in torch's layout has taken, as far as the rule counts."""
+        """Returns the steps of a state in torch's layout; 0 or 1 if the rule counts no steps."""
         if self.counts_steps:
             return float(entry.get("step", 0.0))
         return float(any(entry.get(name) is not None for name in self.states))
@@ -146,7 +146,7 @@ LION = FusedRule(
     options=_lion,
 )
 _SGD_KEYS = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
-# Without momentum there is no state at all: a rule of its own takes no memory for it.
+# SGD without momentum has no state: a separate rule takes no memory for it.
 PLAIN_SGD = FusedRule(
     name="sgd",
     classes={"SGD": SGD},
@@ -164,7 +164,7 @@ MOMENTUM_SGD = FusedRule(
 )
 
 RULES = (ADAM, LION, PLAIN_SGD, MOMENTUM_SGD)
-"""Update rules; of several that fit, the first counts."""
+"""Update rules; the first that fits is used."""
 
 CLASSES = tuple(dict.fromkeys(name for rule in RULES for name in rule.classes))
 """Names of the optimizers that run fused."""
@@ -175,11 +175,11 @@ TENSORS = frozenset(name for rule in RULES for name in (*rule.states, *rule.othe
 
 
 def rule_like(groups: Sequence[Group], entries: Iterable[str] = ()) -> FusedRule | None:
-    """The rule of which an optimizer is that has such options, whatever its class.
+    """Returns the rule that fits an optimizer's options, whatever its class; None: none does.
 
     Args:
-        groups: Of it.
-        entries: Of its parameters' states.
+        groups: Parameter groups of the optimizer.
+        entries: Names of the entries of its parameters' states.
     """
     found = frozenset(entries) - EXACT_ONLY
     for rule in RULES:
@@ -190,7 +190,7 @@ def rule_like(groups: Sequence[Group], entries: Iterable[str] = ()) -> FusedRule
 
 
 def rule_with(entries: Iterable[str]) -> FusedRule | None:
-    """The rule of which a parameter's state with these entries is, if they tell."""
+    """Returns the rule that a parameter's state with these entries belongs to; None: not clear."""
     found = frozenset(entries) - EXACT_ONLY
     return next(
         (rule for rule in RULES if rule.entries and rule.entries <= found <= rule.known), None

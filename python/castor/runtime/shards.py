@@ -1,4 +1,4 @@
-"""Parameters of which each rank has a part (torch's DTensor), and their way from and to files."""
+"""Reads and writes sharded parameters (torch's DTensor) for checkpoints."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _shards: weakref.WeakKeyDictionary[nn.Module, Shards] = weakref.WeakKeyDictionar
 
 
 class Shards:
-    """The ranks that divide the parameters of a model. All make the same calls."""
+    """The ranks that shard a model's parameters. All ranks make the same calls."""
 
     def __init__(self, model: nn.Module, ranks: Peers | None) -> None:
-        """From now on `whole` finds it.
+        """Registers the model, so that `whole` finds these ranks.
 
         Args:
-            model: Divided.
-            ranks: None: this process has all parts.
+            model: Model that is sharded.
+            ranks: Ranks that shard it; None: this process has all shards.
         """
         self._ranks = ranks
         _shards[model] = self
 
     def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
-        """Runs `work` on rank 0, for all, which may ask for whole tensors meanwhile. Collective."""
+        """Runs `work` on rank 0 for all; it may call `whole` meanwhile. Collective."""
         if self._ranks is None:
             return work()
         return self._ranks.on_first(
@@ -44,14 +44,14 @@ class Shards:
         )
 
     def whole(self, key: str, own: DTensor) -> torch.Tensor:
-        """The whole of a tensor, on the rank that `work` runs on; every rank holds it meanwhile.
+        """Returns the full tensor, on the rank that runs `work`; every rank gathers it meanwhile.
 
         Args:
-            key: By which the other ranks find their parts.
-            own: This rank's.
+            key: Key by which the other ranks find their shards.
+            own: This rank's shard.
 
         Raises:
-            Error: Another rank cannot read its part.
+            Error: Another rank cannot read its shard.
         """
         if self._ranks is None:
             return _together(own)
@@ -83,10 +83,10 @@ class Shards:
 
 
 def whole(model: nn.Module | None, key: str, own: DTensor) -> torch.Tensor:
-    """The whole of a tensor of a model, in memory of the host. Called while a save runs on rank 0.
+    """Returns a full tensor of a model in host memory. Called while a save runs on rank 0.
 
     Raises:
-        CheckpointError: It was not castor that divided the model.
+        CheckpointError: The model was not sharded by castor.
     """
     shards = None if model is None else _shards.get(compiled_from(model))
     if shards is None:
@@ -102,11 +102,12 @@ def own_shard(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Returns this rank's shard of full values, in memory of its own.
 
     Args:
-        like: A parameter or a buffer, divided or not.
-        values: Of its whole shape; any other, as a count of steps, is kept as it is.
+        like: A parameter or a buffer, sharded or not.
+        values: Values of its full shape. A tensor of another shape, such as a count of steps, is
+            returned as it is.
 
     Returns:
-        Divided as `like` is.
+        A DTensor sharded as `like` is; `values` if `like` is not sharded.
     """
     if not is_dtensor(like) or values.shape != like.shape:
         return values
@@ -120,7 +121,7 @@ def own_shard(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies whole values into a tensor, or into this rank's part of it."""
+    """Copies full values into a tensor, or this rank's shard of them into its shard."""
     if is_dtensor(target):
         shard = own_shard(target, values)
         assert is_dtensor(shard)
@@ -131,7 +132,7 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def own_class(model: nn.Module) -> type:
-    """The class that a model had before fully_shard put one before it."""
+    """Returns the class that a model had before fully_shard changed it."""
     from torch.distributed.fsdp import FSDPModule
 
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))

@@ -20,17 +20,17 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class OwningModule:
-    """A module whose events the runtime follows. The first one is the model itself."""
+    """A module whose events the runtime follows; the first one of a model is the model itself."""
 
     module: nn.Module
     name: str
     params: list[int]
-    """Positions in ModelSpec.params of the parameters that it needs on the device: those it owns
-    directly, and those of all its modules where it is compiled (docs/design/0041)."""
+    """Positions in ModelSpec.params of the parameters that the module needs on the device: those it
+    owns directly, and if it is compiled those of all its modules (docs/design/0041)."""
     parent: int
     """Position of the nearest enclosing owning module; -1 for the model."""
     compiled: bool = False
-    """Whether it is one of those."""
+    """Whether torch.compile compiles the module as one call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class ModelSpec:
             gather_embeddings: Whether its nn.Embedding modules read their rows in host memory.
 
         Raises:
-            UsageError: The model has no parameters, or one that castor cannot manage; or it has no
-                embedding to gather from.
+            UsageError: The model has no parameters, or a parameter that castor cannot manage. Or
+                gather_embeddings is True and the model has no embedding for it.
         """
         spec = cls.structure(model, gather_embeddings=gather_embeddings)
         for name, param in zip(spec.names, spec.params, strict=True):
@@ -62,7 +62,11 @@ class ModelSpec:
 
     @classmethod
     def structure(cls, model: nn.Module, *, gather_embeddings: bool = False) -> ModelSpec:
-        """Describes a model as `of` does, for any parameters: on the meta device, or none."""
+        """Describes a model as `of` does, with any parameters: on the meta device, or none at all.
+
+        Raises:
+            UsageError: gather_embeddings is True and the model has no embedding for it.
+        """
         if gather_embeddings and not any(_reads_rows(module) for module in model.modules()):
             raise UsageError(
                 f"gather_embeddings=True, but {type(model).__name__} has no module with "
@@ -106,7 +110,7 @@ class ModelSpec:
 
 
 def check_distinct_memory(spec: ModelSpec) -> None:
-    """Two Parameters over the same memory would part ways when each gets its own place."""
+    """Raises UsageError if two Parameters share memory, which chunks would separate."""
     spans = sorted(
         (param.data_ptr(), param.data_ptr() + _span_bytes(param), name)
         for param, name in zip(spec.params, spec.names, strict=True)
@@ -126,7 +130,7 @@ def _span_bytes(param: nn.Parameter) -> int:
 
 
 def _reads_rows(module: nn.Module) -> bool:
-    """Whether forward reads some rows of the parameters, writes none, and backward reads none."""
+    """Whether forward only reads some rows of the parameters, and backward reads none."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward

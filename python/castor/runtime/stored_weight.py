@@ -1,4 +1,4 @@
-"""Placeholders of state_dict for parameters on NVMe; their address is made on demand."""
+"""Placeholders in state dicts for parameters on NVMe, which get memory on demand."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 class StoredWeight(torch.Tensor):
     """A parameter on NVMe in a state_dict: the parameter for operators, a copy for addresses.
 
-    Operators of torch read and write the parameter itself, as they do through any state_dict.
-    Whoever asks for memory (data_ptr, a storage, numpy, pickle, copy.deepcopy: savers do) gets that
-    of a copy in a file of the run's nvme_path, mapped into memory: it takes disk space and pages
-    that the kernel may write out, none of the host budget. The copy is brought up to date each time
-    it is asked for; writes to its memory do not reach the parameter. The file goes with the last
-    tensor over it.
+    Operators of torch read and write the parameter itself, as they do through any state_dict. Code
+    that asks for memory, as savers do (data_ptr, a storage, numpy, pickle, copy.deepcopy), gets the
+    memory of a copy. The copy is in a file in the run's nvme_path, mapped into memory: it takes
+    disk space and pages that the kernel may write out, and nothing of the host budget. The copy is
+    updated each time it is asked for. Writes to its memory do not reach the parameter. The file is
+    removed with the last tensor over it.
     """
 
     copy_on_disk: CopyOnDisk
 
     @staticmethod
     def over(tensor: torch.Tensor, copy_on_disk: CopyOnDisk) -> StoredWeight:
-        """`tensor`, over the memory of a parameter on NVMe, with the parameter's copy."""
+        """Makes a StoredWeight of `tensor`, which lies over the memory of a parameter on NVMe."""
         weight: StoredWeight = tensor.as_subclass(StoredWeight)
         weight.copy_on_disk = copy_on_disk
         return weight
@@ -56,7 +56,7 @@ class StoredWeight(torch.Tensor):
         return result
 
     def in_memory(self) -> torch.Tensor:
-        """The copy's values as they are now: an ordinary tensor, with a storage of its own.
+        """Returns the current values as an ordinary tensor over the copy's storage.
 
         Raises:
             IoError: The disk of nvme_path has no room for the copy, or the parameter cannot be
@@ -69,7 +69,7 @@ class StoredWeight(torch.Tensor):
             )
 
     def data_ptr(self) -> int:
-        """The address of the copy."""
+        """Returns the address of the copy."""
         return self.in_memory().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -84,7 +84,7 @@ class StoredWeight(torch.Tensor):
         return self.in_memory()._typed_storage()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """An array over the copy."""
+        """Returns an array over the copy."""
         return self.in_memory().numpy(force=force)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class StoredWeight(torch.Tensor):
         return self.in_memory().__dlpack__(*args, **kwargs)
 
     def tolist(self) -> Any:
-        """The values as numbers."""
+        """Returns the values as numbers."""
         return self.in_memory().tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -112,8 +112,8 @@ class CopyOnDisk:
 
         Args:
             weight: A detached alias of the parameter.
-            name: Of the parameter, for errors.
-            directory: Of the run's NVMe tier.
+            name: Name of the parameter, for errors.
+            directory: Directory of the run's NVMe tier.
         """
         self._weight = weight
         self._storage = weight.untyped_storage()._cdata
@@ -126,7 +126,7 @@ class CopyOnDisk:
         return bool(tensor.untyped_storage()._cdata == self._storage)
 
     def current(self) -> torch.Tensor:
-        """All elements in the order of the parameter's memory, as they are now.
+        """Returns all elements as they are now, in the order of the parameter's memory.
 
         Raises:
             IoError: See StoredWeight.in_memory.
@@ -134,7 +134,7 @@ class CopyOnDisk:
         values = self._weight.as_strided((self._weight.numel(),), (1,))
         if self._flat is None:
             self._flat = self._mapped(values).copy_(values)
-        elif not torch.equal(self._flat, values):  # written meanwhile: what is equal stays clean
+        elif not torch.equal(self._flat, values):  # written since; pages of equal values stay clean
             self._flat.copy_(values)
         return self._flat
 
@@ -162,13 +162,16 @@ class StoredWeights:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        # By parameter: one for all state dicts and tied keys, as a parameter has one memory.
+        # Copies by parameter: state dicts and tied keys share one, as the parameter has one memory.
         self._copies: weakref.WeakValueDictionary[int, CopyOnDisk] = weakref.WeakValueDictionary()
 
     def lend(
         self, engine: Engine, module: nn.Module, state: dict[str, Any], prefix: str, _: Any
     ) -> None:
-        """A state_dict hook of `module`. keep_vars=True keeps the parameters as they are."""
+        """Replaces parameters on NVMe in a state dict; a state_dict hook of `module`.
+
+        With keep_vars=True the state dict keeps the parameters themselves.
+        """
         for name, param in module._parameters.items():
             index = None if param is None else engine.index_of.get(param)
             value = state.get(prefix + name)

@@ -1,8 +1,8 @@
 """Chooses the type of each parameter and buffer of a model that trains in 16 bits.
 
-Most have the working precision. Some stay float32, as in plain PyTorch: what transformers keeps so
-(`_keep_in_fp32_modules_strict`: routers, correction biases, sinks), what a model that is 16-bit
-already has in float32, and what the plugin's `keep_fp32` names.
+Most get the working precision. Some stay float32, as in plain PyTorch: tensors that transformers
+keeps in float32 (`_keep_in_fp32_modules_strict`: routers, correction biases, sinks), float32
+tensors of a model that is 16-bit already, and tensors that the plugin's `keep_fp32` names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OF_ADAPTERS = re.compile(
     r"\.base_layer(?=\.|$)|\.original_module(?=\.|$)|\.modules_to_save\.[^.]+|"
     r"\.parametrizations(?=\.)|\.original(?=$)"
 )
-"""Parts that PEFT puts into the names of a model's own parameters."""
+"""Additions of PEFT to the names of a model's own parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +49,11 @@ class TensorTypes:
     tensors: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def of_param(self, name: str) -> torch.dtype:
-        """The type of a parameter; the working precision of one that was not there."""
+        """Returns the type of a parameter; the working precision if its name is not known."""
         return self.tensors.get(name, self.working)
 
     def of_buffer(self, name: str, buffer: torch.Tensor) -> torch.dtype:
-        """The type of a buffer; its own, where it was not there."""
+        """Returns the type of a buffer; its present type if its name is not known."""
         return self.tensors.get(name, buffer.dtype)
 
 
@@ -63,10 +63,10 @@ def warn_of_default_precision(
     """Warns if a model that is mostly in 16 bits gets another type because no precision was given.
 
     Args:
-        model: About to be boosted.
-        precision: The device's default.
-        working: Its type.
-        stacklevel: As warnings.warn's, seen from the caller.
+        model: Model that is about to be boosted.
+        precision: Default precision of the device.
+        working: Type of that precision.
+        stacklevel: As warnings.warn counts, from the caller of this function.
     """
     elements: Counter[torch.dtype] = Counter()
     for param in model.parameters():
@@ -85,7 +85,7 @@ def warn_of_default_precision(
 
 
 def scalar_type(dtype: torch.dtype) -> ScalarType:
-    """The name by which the core knows a type of parameters."""
+    """Returns the C++ core's name of a type of parameters."""
     return next(name for name in SCALAR_TYPES.values() if getattr(torch, name) == dtype)
 
 
@@ -100,22 +100,22 @@ def tensor_types(
 
     In a 16-bit working precision these are float32:
 
-    - what `keep_fp32` names;
-    - what is float32 in a model most of whose parameters, by elements, are 16-bit already;
-    - what `from_pretrained(dtype=working)` makes float32 of a model of transformers, unless most
-      parameters have the working precision already: then their types are the user's.
+    - tensors that `keep_fp32` names;
+    - tensors that are float32 in a model where most elements of parameters are 16-bit already;
+    - tensors that `from_pretrained(dtype=working)` of transformers makes float32. This does not
+      apply if most parameters have the working precision already: their types are the user's.
 
     Buffers of a model of transformers get the types that `from_pretrained` gives them. Other
-    floating-point buffers get the working precision where a checkpoint holds them, as BatchNorm
-    needs, and else stay as they are.
+    persistent floating-point buffers get the working precision, as BatchNorm needs; the rest stay
+    as they are.
 
     Args:
-        model: The model, whole: ranks have not divided it yet.
+        model: The full model, before it is divided among ranks.
         working: The plugin's precision.
-        keep_fp32: What the user keeps.
-        in_stages: Whether ranks run the model in pipeline stages. These exchange hidden states in
-            the working precision, and what transformers keeps in float32 for fp16 alone (T5's
-            last projection of a block) makes them float32: it is converted then.
+        keep_fp32: The plugin's `keep_fp32`.
+        in_stages: Whether ranks run the model in pipeline stages. Stages exchange hidden states in
+            the working precision. Tensors that transformers keeps in float32 for fp16 alone (T5's
+            last projection of a block) would make them float32, and are then converted too.
 
     Raises:
         UsageError: An entry of `keep_fp32` matches nothing.
@@ -160,11 +160,11 @@ class _Tensor:
     persistent: bool
     """Whether it is a parameter, or a buffer that a checkpoint holds."""
     names: list[str] = field(default_factory=list)
-    """All that it has; a tied parameter's first is that by which the runtime knows it."""
+    """All names of the tensor; the runtime uses a tied parameter's first name."""
 
 
 def _tensors(model: nn.Module) -> dict[int, _Tensor]:
-    """All parameters and buffers, by identity."""
+    """Returns all parameters and buffers, by identity."""
     found: dict[int, _Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for is_param, members in ((True, module._parameters), (False, module._buffers)):
@@ -180,7 +180,7 @@ def _tensors(model: nn.Module) -> dict[int, _Tensor]:
 def _kept_by_user(
     model: nn.Module, tensors: Mapping[int, _Tensor], keep_fp32: KeepFp32
 ) -> set[str]:
-    """The names of tensors that patterns and classes match."""
+    """Returns the names of the tensors that patterns and classes match."""
     if not keep_fp32:
         return set()
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -203,7 +203,7 @@ def _kept_by_user(
 
 
 def _owners(name: str) -> Iterator[str]:
-    """The names of the modules around a tensor; "" is the model's."""
+    """Yields the names of the modules around a tensor, the innermost first; "" is the model."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -231,9 +231,9 @@ def _nothing_matches(
 def _types_loaded(
     model: nn.Module, working: torch.dtype, in_stages: bool
 ) -> dict[str, torch.dtype]:
-    """The types that transformers would load a model's own models with, by name."""
+    """Returns the types with which transformers would load its models within a model, by name."""
     transformers: Any = sys.modules.get("transformers.modeling_utils")
-    if transformers is None:  # whoever has a model of it has imported it
+    if transformers is None:  # a model of transformers would have imported it
         return {}
     found: dict[str, torch.dtype] = {}
     outermost: list[str] = []
@@ -249,7 +249,7 @@ def _types_loaded(
 def _types_of(
     model: Any, prefix: str, working: torch.dtype, in_stages: bool
 ) -> dict[str, torch.dtype]:
-    """The types that `from_pretrained` gives the tensors of one of transformers' models."""
+    """Returns the types that `from_pretrained` gives the tensors of a model of transformers."""
     patterns = set(model._keep_in_fp32_modules_strict or ())
     if working == torch.float16 and not in_stages:
         patterns |= set(model._keep_in_fp32_modules or ())
@@ -269,16 +269,16 @@ def _types_of(
 
 
 def _types_built(model: Any, working: torch.dtype) -> dict[str, torch.dtype]:
-    """The types that a model's class builds its tensors with, in a working precision.
+    """Returns the types with which a model's class builds its tensors in a working precision.
 
-    `from_pretrained` keeps those that the class says by itself, float32 or others. A class that
-    cannot be built of its config alone says none.
+    `from_pretrained` keeps types that the class sets itself, float32 or others. The result is empty
+    for a class that cannot be built from its config alone.
     """
     config = copy.deepcopy(model.config)
     with _BuiltWithoutValues(), torch.device("meta"):
         try:
             twin = type(model)._from_config(config, dtype=working)
-        except Exception:  # whatever the class of somebody else does
+        except Exception:  # classes of other packages may raise anything
             return {}
     return {
         name: one.tensor.dtype
@@ -289,7 +289,7 @@ def _types_built(model: Any, working: torch.dtype) -> dict[str, torch.dtype]:
 
 
 class _BuiltWithoutValues(TorchFunctionMode):
-    """In it no values are drawn, and those that a class asks for are there."""
+    """A mode in which models are built without values, except those that their classes read."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

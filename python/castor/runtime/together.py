@@ -11,24 +11,24 @@ from castor.runtime.ranks import Peers, Ranks, Result
 
 
 class Together:
-    """Mixed into Engine: while one rank asks, the others serve the states that it reads."""
+    """The collective calls of Engine, in which ranks serve optimizer states that one rank reads."""
 
     session: _C.Session
     parts: ModelParts | None
     ranks: Ranks | None
     """The ranks that share the model; None: this process is alone."""
     everyone: Peers | None = None
-    """All ranks, where they have parts of the model; None: it is whole."""
+    """All ranks, where each has a part of the model; None: each has the full model."""
     among: Peers | None = None
-    """The ranks with its other experts, and other data; None: there are none."""
+    """The expert-parallel ranks, which have other data; None: there are none."""
     beside: Peers | None = None
-    """The ranks that compute other tokens of its batches; None: there are none."""
+    """The context-parallel ranks, which compute other tokens of batches; None: there are none."""
     check_step: Callable[[], None] | None = None
-    """Check of a wrapper around the model, which may refuse a step; None: there is no wrapper."""
+    """Check by a wrapper around the model, which may refuse a step; None: there is no wrapper."""
 
     @property
     def shared(self) -> bool:
-        """Whether other ranks have a part in the model: they train it too, or have layers of it."""
+        """Whether other ranks train the model too, or have shards or stages of it."""
         return self.ranks is not None or self.parts is not None
 
     @property
@@ -37,7 +37,7 @@ class Together:
         return self.everyone or (self.ranks.saves if self.ranks else None)
 
     def meet(self) -> None:
-        """Returns when every rank that has a part in the model is here, between passes.
+        """Returns when every rank that shares the model has called it, between passes.
 
         Raises:
             Error: A rank is gone.
@@ -48,25 +48,25 @@ class Together:
         self.gather(None)
 
     def meet_beside(self, place: str) -> None:
-        """Before what all ranks do together: those that share batches are here, not in a pass.
+        """Checks, before a call of all ranks, that no context-parallel rank is in a pass.
 
-        They wait for each other in passes, where they would not hear of what others do here.
+        In a pass these ranks wait for each other, and would not notice the call.
 
         Args:
-            place: Where this one is, for a message.
+            place: Name of the call, for a message.
 
         Raises:
             Error: A rank is gone.
-            UsageError: One is in a pass; every rank raises it.
+            UsageError: A rank is in a pass; every rank raises it.
         """
-        # Stages that have let go of each other say why themselves.
+        # Stages that have lost each other report the cause themselves.
         if self.beside and not (self.parts and self.parts.broken):
             self.beside.gather_at(place, None)
 
     def answer_first(self) -> None:
-        """Gives what rank 0 has read, or reads, of optimizer states alone, until it is here too.
+        """Serves rank 0's reads of optimizer states until rank 0 makes this call too.
 
-        Every rank calls it.
+        Collective: every rank calls it.
 
         Raises:
             Error: A rank is gone.
@@ -109,10 +109,11 @@ class Together:
         return self.ranks.gather(value)
 
     def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
-        """Runs `work` on rank 0, for all; the others give what it reads of their optimizer states.
+        """Runs `work` on rank 0 for all; the others serve optimizer states that it reads.
 
         Args:
-            work: What is done once. Where ranks have parts of the model, it reads nothing of it.
+            work: Called once, on rank 0. Where ranks have shards or stages of the model, it reads
+                nothing of the model.
             parts_of: See BoostedModel.
 
         Returns:
@@ -129,7 +130,7 @@ class Together:
         self.meet_beside("a save or a load")
         if self.ranks is None:
             return work()
-        self.answer_first()  # all save, or it says who does not
+        self.answer_first()  # checks that all ranks save, and names one that does not
         session = self.session
         return self.ranks.on_first(
             work, serve=session.serve_states, end_service=session.end_service
@@ -137,4 +138,4 @@ class Together:
 
 
 def _nothing() -> None:
-    """Nobody is asked meanwhile."""
+    """Serves nothing: `work` reads nothing of other ranks."""

@@ -20,9 +20,10 @@ from castor.runtime.report import TorchReport
 
 
 class TorchModel:
-    """A model whose parameters torch keeps; this class alone: of one process, without parallelism.
+    """A boosted model whose parameters torch keeps.
 
-    Holds the parameters and neither model nor optimizers.
+    This class itself is for one process; subclasses add parallelism. It holds the parameters, and
+    neither the model nor the optimizers.
     """
 
     def __init__(
@@ -33,13 +34,13 @@ class TorchModel:
         ranks: Peers | None,
         trained_by: str,
     ) -> None:
-        """The model is as its parallelism has left it.
+        """Registers a model that its parallelism has set up.
 
         Args:
-            model: Not boosted yet.
-            optimizers: Over its parameters.
-            ranks: Those that share it; None: this process is alone.
-            trained_by: What trains it, for messages.
+            model: A model that is not boosted yet.
+            optimizers: Optimizers over its parameters.
+            ranks: Ranks that share it; None: this process is alone.
+            trained_by: Class or function that trains it, for messages.
 
         Raises:
             UsageError: The model is boosted already.
@@ -54,11 +55,11 @@ class TorchModel:
         self.step_skipped = False
         self.gradient_norm: float | None = None
         self.resumed_steps = 0
-        """Steps that were taken before this process, by the checkpoint it resumed from."""
+        """Number of steps before this process, from the checkpoint it resumed from."""
         self.steps = 0
         """Number of steps since boost."""
         self.apart = False
-        """Whether the last pass was under no_sync: its gradients are this rank's alone."""
+        """Whether the last pass was under no_sync, so that its gradients are this rank's alone."""
         self._synchronised = True
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         guard(model)
@@ -89,15 +90,15 @@ class TorchModel:
             self.synchronise(before)
 
     def synchronise(self, on: bool) -> None:
-        """Whether passes from now on bring the ranks' gradients together."""
+        """Sets whether passes from now on average the ranks' gradients."""
         self._synchronised = on
 
     def pass_begins(self) -> None:
-        """Lets no_sync decide over the gradients of a pass."""
+        """Notes whether the pass that begins is under no_sync."""
         self.apart = self.shared and not self._synchronised
 
     def bring_together(self) -> None:
-        """Before a step: gradients are the ranks' mean. Collective."""
+        """Makes gradients the ranks' mean, before a step. Collective."""
 
     def gather(self, value: Any) -> list[Any]:
         """See BoostedModel."""
@@ -140,9 +141,9 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_here(values: Iterable[Any]) -> int:
-    """Bytes that this rank has of the tensors among them."""
+    """Returns the bytes that this rank has of the tensors among `values`."""
     return sum(here(one.detach()).nbytes for one in values if isinstance(one, torch.Tensor))
 
 
 def _nothing() -> None:
-    """The other ranks have what rank 0 has."""
+    """Serves nothing: the other ranks have no shards that rank 0 lacks."""

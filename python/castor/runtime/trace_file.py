@@ -31,7 +31,7 @@ def read_trace(path: Path, spec: ModelSpec) -> Events:
     """Reads a trace recorded for this very model.
 
     Raises:
-        UsageError: The file is no trace, or one of another model.
+        UsageError: The file is no trace, is damaged, or is a trace of another model.
     """
     try:
         document = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Says where this process has waited long for other ranks: whether they will come is not known."""
+"""Warns where this process has waited long for other ranks, which may still come or not."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ import torch
 from castor import _C
 
 PATIENCE_SECONDS = 10.0
-"""After which a rank that waits for others says so."""
+"""Seconds after which a rank that waits for others warns."""
 
 _LOOKS = 10
-"""In that time, at what waits."""
+"""Number of checks of the waits in that time."""
 _NOT_THE_USERS = (f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/")
 _registry: dict[str | tuple[str, type[Warning], int], int] = {}
 _served: set[int] = set()
-"""Threads."""
+"""Identifiers of threads that wait while another rank works for all."""
 
 
 @cache
 def watch() -> None:
-    """From now on waits for other ranks are looked at, on a thread of its own."""
+    """Starts a thread that watches waits for other ranks; once per process."""
     threading.Thread(target=_look, name="castor waits", daemon=True).start()
 
 
 def waiting(rank: int, size: int, *, place: str, awaited: str) -> _C.RankWait:
-    """For a wait through what is not castor's: tells of it while its context is entered.
+    """Makes a context that reports a wait in code that is not castor's.
 
     Args:
-        rank: Of this process.
-        size: How many ranks there are.
-        place: What it does, for a message: "makes process groups".
-        awaited: Whom it waits for.
+        rank: Rank of this process.
+        size: Number of ranks.
+        place: Present action of this rank, for a message: "makes process groups".
+        awaited: Name of the awaited rank or ranks, for the message.
     """
     return _C.RankWait(rank, size, place=place, awaited=awaited)
 
 
 @contextmanager
 def served_by_another() -> Iterator[None]:
-    """Within it this thread waits while another rank works for all, however long that takes."""
+    """Makes a context in which this thread waits without a warning: another rank works for all."""
     thread = threading.get_ident()
     known = thread in _served
     _served.add(thread)
@@ -76,12 +76,12 @@ def _tell(rank: int, size: int, place: str, awaited: str, last: str, thread: int
     file, line = _line_of(thread)
     try:
         warnings.warn_explicit(message, RuntimeWarning, file, line, registry=_registry)
-    except RuntimeWarning:  # as errors, which cannot end a wait
+    except RuntimeWarning:  # warnings are errors, which cannot end a wait
         print(warnings.formatwarning(message, RuntimeWarning, file, line), file=sys.stderr)
 
 
 def _line_of(thread: int) -> tuple[str, int]:
-    """Names the user's line that a thread is at; for castor's threads, the main thread's."""
+    """Returns (file, line) of user code that a thread is at; castor's threads: the main thread."""
     frames = sys._current_frames()
     main = threading.main_thread().ident
     frame = frames.get(thread) or (frames.get(main) if main else None)

@@ -1,6 +1,6 @@
-"""transformers' weight conversions of a model, which decide over the names in its files.
+"""transformers' weight conversions of a model, which determine the names in its files.
 
-transformers is never imported here: a model of its classes has brought it along.
+transformers is never imported here: a model of its classes has imported it already.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class FileLayout:
     transforms: Sequence[Any] | None
     """transformers' WeightTransforms, from files to the model; None: there are none."""
     num_parameters: int
-    """The elements of all parameters, which an index of shards tells."""
+    """Number of elements of all parameters, for the index of a checkpoint in several files."""
     left_out: Sequence[str]
-    """Keys of the state_dict that are in no file."""
+    """Keys of the state_dict that no file has."""
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether save_pretrained of transformers writes it whole; not of a PeftModel."""
+    """Whether save_pretrained of transformers writes the full model; False for a PeftModel."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     return (
         modeling is not None
@@ -41,11 +41,11 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def file_layout(model: nn.Module, num_parameters: int | None = None) -> FileLayout | None:
-    """The layout of a model's files; None: it is no model of transformers.
+    """Returns the layout of a model's files; None: the model is not one of transformers.
 
     Args:
-        model: Whole, but for shards of parameters.
-        num_parameters: Their elements, where these are shards.
+        model: Model with all of its layers; parameters may be sharded.
+        num_parameters: Number of elements of the full parameters, if they are sharded.
     """
     if not is_transformers_model(model):
         return None
@@ -62,7 +62,7 @@ def file_layout(model: nn.Module, num_parameters: int | None = None) -> FileLayo
 def _transforms_of(model: Any) -> list[Any] | None:
     """Returns the conversions that from_pretrained has used, or else those of the model's class.
 
-    The second are what revert_weight_conversion takes for a model that no files were read into.
+    revert_weight_conversion takes the latter for a model that was not loaded from files.
     """
     loading: Any = sys.modules.get(LOADING)
     if not hasattr(loading, "revert_weight_conversion"):
