@@ -15,12 +15,26 @@ import torch
 from safetensors.torch import load_file
 from xxhash import xxh3_128_hexdigest
 
+from castor.checkpoint import names
 from castor.checkpoint.container import ComputedTensor, write_files
-from castor.checkpoint.files import PIECE_BYTES, read_pieces, write_behind, write_file
+from castor.checkpoint.files import PIECE_BYTES, NewFile, read_pieces, write_behind, write_file
 from castor.checkpoint.pace import Pace
 from castor.checkpoint.tensor_bytes import memory_of, pieces
 from castor.checkpoint.writer import Writer
 from castor.runtime.model_parts import Runs
+
+
+def test_a_file_that_another_container_writes_is_not_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is not in this one's /proc; a lock tells that somebody writes the file."""
+    file = NewFile(tmp_path / "scheduler.json")
+    (temporary,) = tmp_path.iterdir()
+    monkeypatch.setattr(names, "_start_ticks", lambda _: None)
+    assert not names.is_abandoned(temporary)
+    file.discard()
+    temporary.touch()
+    assert names.is_abandoned(temporary)
 
 
 @pytest.mark.parametrize("directory", ["", "/dev/shm"])

@@ -168,10 +168,11 @@ def _read_by_transformers(
         ) from error
     wrong = {*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])}
     key_of = keys_of_files(model, stored, state)
-    if wrong.intersection(key for name, key in key_of.items() if name in stored):
+    lacking = wrong.intersection(key for name, key in key_of.items() if name in stored)
+    if lacking:
         raise CheckpointError(
             f"{source} lacks tensors, or they have other shapes, of what a {type(model).__name__} "
-            f"has as '{min(wrong)}'; booster.load_model names them"
+            f"has as '{min(lacking)}'; booster.load_model names them"
         )
     dtype_of = {key_of[name]: entry.dtype for name, entry in stored.items()}
     weights: dict[str, SavedTensor] = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from castor import _C
-from castor.checkpoint.names import temporary_name
+from castor.checkpoint.names import lock, temporary_name
 from castor.checkpoint.write_behind import WriteBehind
 from castor.checkpoint.writer import Writer
 from castor.errors import IoError
@@ -130,6 +130,7 @@ class NewFile:
         self._temporary = path.with_name(temporary_name(path.name))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(self._temporary, flags, 0o666)
+        lock(self._descriptor)
         self._open = True
 
     def fill(self, pieces: Iterable[Piece], behind: WriteBehind) -> tuple[int, str]:
@@ -164,9 +165,13 @@ class NewFile:
         """
         if durable:
             os.fsync(self._descriptor)
-        self._open = False
-        os.close(self._descriptor)
-        os.rename(self._temporary, self._path)
+        locked = os.dup(self._descriptor)  # until the file has its name
+        try:
+            self._open = False
+            os.close(self._descriptor)
+            os.rename(self._temporary, self._path)
+        finally:
+            os.close(locked)
 
     def discard(self) -> None:
         """Deletes the file, unless it has its final name."""

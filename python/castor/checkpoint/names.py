@@ -55,7 +55,7 @@ def is_own(leftover: Path) -> bool:
 def is_abandoned(leftover: Path) -> bool:
     """Whether nobody works on a temporary or displaced file or directory any more.
 
-    A process in another container is not visible in /proc, but the lock on its directory is.
+    A process in another container is not visible in /proc. Its lock on the file or directory is.
     """
     match = _PATTERN.fullmatch(leftover.name)
     if match is None or _start_ticks(int(match[3])) == int(match[4]):
@@ -82,6 +82,11 @@ def lock_directory(path: Path) -> int:
         The descriptor that holds the lock; closing it ends the lock.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    lock(descriptor)
+    return descriptor
+
+
+def lock(descriptor: int) -> None:
+    """Locks an open file or directory, so that is_abandoned sees it from other containers."""
     with suppress(OSError):  # a file system without locks: only the process number tells
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return descriptor
