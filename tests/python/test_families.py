@@ -38,7 +38,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("mask, all_gather", "PlaceholderMaskError", "look into the attention mask themselves"),
         ("mask, ring_attn", "PlaceholderMaskError", "look into the attention mask themselves"),
         ("own mask", "NotImplementedError", "a mask that transformers has not made"),
-        ("norm", "UsageError", "'model.layers.0.self_attn.q_norm.weight' whole"),
+        ("norm", "UsageError", "the full parameter 'model.layers.0.self_attn.q_norm.weight'"),
         ("attention", "UsageError", "set to 'sdpa' after booster.boost"),
         ("router", "NotImplementedError", "its router loss needs all tokens"),
     ],

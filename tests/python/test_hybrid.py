@@ -216,7 +216,7 @@ def test_only_auto_promotes(policy: str) -> None:
         boosted.step(loss_of(boosted.model, seed))
     assert boosted.report().resident_chunks == 0
     assert_boost_fails(
-        ValueError, "bounds what placement_policy='auto'", placement_policy=policy,
+        ValueError, "bounds the chunks that placement_policy='auto'", placement_policy=policy,
         gpu_margin_mem_ratio=0.5,
     )  # fmt: skip
 
@@ -229,7 +229,7 @@ def test_a_ratio_out_of_range_is_refused(ratio: float) -> None:
 
 def test_the_report_tells() -> None:
     boosted = promoted_tower(steps=3)
-    assert "\npromoted  " in str(boosted.report())
+    assert "\nresident  " in str(boosted.report())
     assert "Resident" in castor.report.summary(boosted.booster)
     session = engine_of(boosted.model).session
     assert session.timeline()["on_device_at_start"] == list(range(boosted.report().num_chunks))

@@ -180,7 +180,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("unknown style", "NotImplementedError", "'diagonal'"),
         ("wrong module", "UsageError", "'model.norm' is a LlamaRMSNorm"),
         ("quantised", "UsageError", "'model.layers.1.self_attn.q_proj.weight' is quantised"),
-        ("muon", "NotImplementedError", "parts of matrices as if they were whole"),
+        ("muon", "NotImplementedError", "shards of matrices as if they were full ones"),
         ("state", "UsageError", "states of full parameters"),
         ("int8", "NotImplementedError", "'split_int8'"),
         ("models", "UsageError", "differ in"),
