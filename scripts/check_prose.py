@@ -38,7 +38,7 @@ def comment_faults(header: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(header.splitlines(), 1):
         comment = re.match(r"(?P<code>.*?)///(?P<behind><)? *(?P<text>.*)", line)
         begins = comment and (comment["behind"] or not within)
-        within = bool(comment)
+        within = bool(comment and not comment["behind"])
         if comment and begins:
             word = re.split(r"[ ,.:;]", comment["text"])[0]
             if word.capitalize() in WITHOUT_SUBJECT:

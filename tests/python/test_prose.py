@@ -49,6 +49,8 @@ def test_each_comment_of_a_header_without_a_subject_is_named(tmp_path: Path) -> 
         "  int bytes = 0;\n"
         "  int used = 0;    ///< bytes that parameters take\n"
         "  int number = 0;  ///< where it stands\n"
+        "  /// What it is for.\n"
+        "  int use = 0;\n"
         "  // What code does may be said in any way.\n"
         "};\n"
     )
@@ -57,7 +59,8 @@ def test_each_comment_of_a_header_without_a_subject_is_named(tmp_path: Path) -> 
     assert said.splitlines() == [
         "csrc/core/chunk.h:4: begins without a subject: Of its slot.",
         "csrc/core/chunk.h:7: begins without a subject: where it stands",
-        "prose: 2 faults",
+        "csrc/core/chunk.h:8: begins without a subject: What it is for.",
+        "prose: 3 faults",
     ]
 
 

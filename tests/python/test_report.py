@@ -325,10 +325,12 @@ def test_the_verdict_tells_of_a_budget_that_stays_free() -> None:
     roomy = boost(tower(), "1GiB")
     for _ in range(3):
         roomy.step(roomy.model(**tower_batch(0)))
-    verdict = verdict_of(source_of(roomy.model))
-    if verdict.good:  # a small step on a busy machine may wait for a tenth of its time
-        (advice,) = verdict.advice
-        assert "of the device budget stayed free" in advice
+    source = source_of(roomy.model)
+    # Without transfers: a small step on a busy machine may wait for a tenth of its time.
+    verdict = verdict_of(replace(source, step=replace(source.step, transfers=[])))
+    assert verdict.good
+    (advice,) = verdict.advice
+    assert "of the device budget stayed free" in advice
 
 
 def test_the_page_has_learning_rates_and_norms(tmp_path: Path) -> None:

@@ -515,10 +515,13 @@ def _frames_of_step() -> int:
 
 
 def _learning_rate_of(optimizer: Optimizer) -> float | None:
-    rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
-    if isinstance(rate, torch.Tensor) and rate.numel() == 1:
-        rate = rate.item()
+    rate = _number_in(optimizer.param_groups[0].get("lr")) if optimizer.param_groups else None
     return float(rate) if isinstance(rate, int | float) else None
+
+
+def _number_in(option: Any) -> Any:
+    """Returns the number in a tensor of one element, and any other option as it is."""
+    return option.item() if isinstance(option, torch.Tensor) and option.numel() == 1 else option
 
 
 def _options_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -526,7 +529,7 @@ def _options_of(optimizer: Optimizer) -> dict[str, Any]:
     options = {}
     for g, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            told = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            told = _number_in(value)
             if isinstance(told, int | float | tuple):
                 options[f"param_groups[{g}]['{name}']"] = told
     return options
