@@ -93,6 +93,8 @@ test:
 	@scripts/run_phases.sh install lint+package pytest-fast asan
 
 ci: export CASTOR_REQUIRE_BROWSER := 1
+# What optimisation may change: numbers, and copies through torch. The sanitizers' builds run every C++ test.
+ci: export CPP_LAYERS := optim cuda torch
 ci: export PAGES := $(BUILD)/pages
 # The wheel of the Python that all else was tested with: another one's is a whole compilation more.
 ci: export WHEEL_PYTHONS = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -219,19 +221,22 @@ package: $(VENV_STAMPS)/castor
 	  --ignore-unused-allowlist \
 	  --mypy-config-file pyproject.toml --allowlist scripts/stubtest_allowlist.txt
 
-# $(call cxx,NAME,CMAKE ARGUMENTS,TEST ENVIRONMENT): configure, build and run the tests in build/NAME.
+# $(call cxx,NAME,CMAKE ARGUMENTS,TEST ENVIRONMENT,LAYERS): configure, build and run the tests in build/NAME,
+# those of some layers or all.
 define cxx
 	@cmake -S . -B $(BUILD)/$(1) -DCASTOR_BUILD_TESTS=ON -DCASTOR_WERROR=ON $(2) >$(BUILD)/$(1).log \
 	  || { cat $(BUILD)/$(1).log; exit 1; }
-	@cmake --build $(BUILD)/$(1)
-	@$(3) ctest --test-dir $(BUILD)/$(1) --output-on-failure --no-tests=error -j $(JOBS) $(CTEST_ARGS)
+	@cmake --build $(BUILD)/$(1) $(if $(4),--target $(4:%=tests/cpp/%/all))
+	@for folder in $(or $(4:%=$(BUILD)/$(1)/tests/cpp/%),$(BUILD)/$(1)); do \
+	  $(3) ctest --test-dir $$folder --output-on-failure --no-tests=error -j $(JOBS) $(CTEST_ARGS); done
 endef
 
 jemalloc_definition = -DCASTOR_JEMALLOC_ROOT=$$(sed 's/.*=//' $(STAMPS)/jemalloc)
 
+CPP_LAYERS ?=
 cpp: $(STAMPS)/jemalloc $(VENV_STAMPS)/venv
 	$(call cxx,cpp,-DCMAKE_BUILD_TYPE=Release -DCASTOR_BUILD_TORCH_TESTS=ON \
-	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) $(jemalloc_definition),)
+	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) $(jemalloc_definition),,$(CPP_LAYERS))
 # The programs of make bench stand on seams of the core and of the torch layer: they are compiled
 # here, so that they follow.
 	@cmake -S benchmarks/cpp -B $(BUILD)/benchmarks -DPython_EXECUTABLE=$(BIN)/python >$(BUILD)/benchmarks.log \
