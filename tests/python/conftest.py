@@ -86,7 +86,9 @@ def pytest_configure() -> None:
 
 
 def _is_of_ranks(value: object) -> bool:
-    """Whether a module that holds `value` starts ranks."""
+    """Whether a module that holds `value` starts ranks; run_python starts one process."""
+    if getattr(value, "__name__", "") == "run_python":
+        return False
     return "rank_processes" in (getattr(value, "__module__", ""), getattr(value, "__name__", ""))
 
 

@@ -21,6 +21,7 @@ from torch import distributed
 import as_rank
 import pipeline_cases
 import tensor_cases
+from grids import some
 from helpers import Boosted
 from pipeline_cases import DEEP, ZERO_BUBBLE
 from tensor_cases import EXPERTS, FAMILIES, die, said, write_own
@@ -121,6 +122,16 @@ CASES: dict[int, dict[str, Division]] = {
         **_formats(LLAMA, LAYERS, "split"),
     },
 }
+BESIDE = {
+    2: some(
+        CASES[2],
+        *("layers, updates beside forward", "layers, nvme", "layers and their experts"),
+        *("layers of t5", "tp_size split", "stages there and back", "stages of t5"),
+        *("stages, own step", "pp_size split_int8", "uneven experts"),
+    ),
+    4: some(CASES[4], "layers, copies, nvme", "stages, copies, own step", "experts and stages"),
+}
+"""Those that are written at once and beside the training."""
 DIVIDED = {"layers": "tp_size", "stages": "pp_size", "experts": "ep_size"}
 """Of those of two ranks, one of each kind."""
 
@@ -142,7 +153,7 @@ def _slow_disk() -> Iterator[None]:
 
 def beside(directory: Path) -> None:
     """A moment that ranks have written at once, and beside the training."""
-    for name, case in CASES[distributed.get_world_size()].items():
+    for name, case in BESIDE[distributed.get_world_size()].items():
         path = directory / name
         path.mkdir(exist_ok=True)
         boosted = case.boost(path / "nvme")
@@ -167,7 +178,7 @@ def over_gloo(directory: Path) -> None:
     """As beside, one composition, where ranks share no memory."""
     with pytest.MonkeyPatch.context() as patch:
         chosen = {name: CASES[4][name] for name in ("layers and stages",)}
-        patch.setitem(CASES, 4, chosen)
+        patch.setitem(BESIDE, 4, chosen)
         beside(directory)
 
 

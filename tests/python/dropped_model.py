@@ -1,9 +1,7 @@
-"""A process that drops a model while copies over a slow link wait for updates: exits with 0.
-
-Run with MALLOC_PERTURB_, which overwrites what is freed.
-"""
+"""A process that drops a model while copies over a slow link wait for updates: exits with 0."""
 
 import contextlib
+import ctypes
 import gc
 from typing import Any
 
@@ -13,6 +11,8 @@ from torch import nn
 from helpers import boost
 
 WIDTH = 1024
+M_PERTURB = -6
+"""Of glibc's mallopt: what is freed is overwritten."""
 
 
 def interrupt(*_: Any) -> None:
@@ -20,6 +20,7 @@ def interrupt(*_: Any) -> None:
 
 
 def main() -> None:
+    assert ctypes.CDLL(None).mallopt(M_PERTURB, 165) == 1
     torch.manual_seed(7)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8)))
     weights = list(model.parameters())

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import castor
 
-REFERENCE_STEPS = 4000
-"""More than all lives together reach."""
+REFERENCE_STEPS = 80
+"""For each life: more than all together reach."""
 
 
 class Run:
@@ -127,9 +127,9 @@ def fork(life, *arguments) -> int:
     return pid
 
 
-def write_reference(path: Path, *, deep: bool) -> None:
+def write_reference(path: Path, lives: int, *, deep: bool) -> None:
     losses = Run(deep=deep).losses()
-    steps = REFERENCE_STEPS // 8 if deep else REFERENCE_STEPS
+    steps = REFERENCE_STEPS * lives // (8 if deep else 1)
     path.write_text("\n".join(next(losses).hex() for _ in range(steps)))
 
 
@@ -168,7 +168,8 @@ def warm_up() -> None:
 
 
 def main() -> None:
-    what, lives, seed, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    _, what, number, seed, path = sys.argv
+    lives, directory = int(number), Path(path)
     torch.set_num_threads(1)
     warm_up()
     rng = random.Random(seed)
@@ -186,7 +187,7 @@ def main() -> None:
         scratch.parent.mkdir()
     if what != "model":
         reference_writer = partial(write_reference, deep=what == "weights")
-        assert os.waitpid(fork(reference_writer, reference_file), 0)[1] == 0
+        assert os.waitpid(fork(reference_writer, reference_file, lives + 1), 0)[1] == 0
     for _ in range(lives):
         size = journal.stat().st_size
         pid = fork(life, directory, journal)

@@ -83,8 +83,31 @@ FAMILIES = {
     )
 }
 T5 = FAMILIES["t5"]
-COMPOSED = grids.some(("t5", "untied"), "t5")
-"""Families whose stages go with parts and copies."""
+SOME = grids.some(tuple(FAMILIES), "t5", "untied", "umt5")
+TRAINED = grids.some(
+    tuple(f"{name} {style}" for name in FAMILIES for style in STYLES),
+    *("t5 1f1b", "untied zbv", "umt5 gpipe"),
+)
+"""Families and schedules; T5 goes through others as it is called."""
+UNCHANGED = grids.some(
+    (
+        *(f"1f1b {setting}" for setting in ("tight", "nvme", *SETTINGS)),
+        *(f"zbv {setting}" for setting in ("tight", "nvme", "lazy", "offload")),
+    ),
+    *("1f1b tight", "1f1b nvme", "1f1b recompute", "zbv tight", "zbv offload"),
+)
+PRECISIONS = grids.some(("bf16", "fp16"), "fp16")
+COMPOSED = grids.some(
+    tuple(
+        f"{name} {kind}"
+        for name in ("t5", "untied")
+        for kind in ("pp 4 1f1b", "pp 4 gpipe", *(f"tp 2 {style}" for style in STYLES), "dp 2")
+    ),
+    *("t5 pp 4 1f1b", "t5 tp 2 zbv", "t5 dp 2"),
+)
+LATER = grids.some(("pp 4", "tp 2"), "tp 2")
+SAVED = grids.some(tuple(FAMILIES), "t5", "untied")
+CALLED = grids.some(tuple(STYLES), "1f1b", "interleaved", "zbv")
 UNEVEN = _family("uneven", hf.T5Config, num_layers=2, num_decoder_layers=6)
 TALKING = _family("talking", hf.T5Config, initializer_factor=2.0)
 """Whose tokens are not all the same."""
@@ -94,10 +117,11 @@ DROPPING = _family("dropping", hf.T5Config, dropout_rate=0.1)
 def families(directory: Path) -> None:
     """Losses of every family in two stages by every schedule, and at every cut."""
     found: dict[str, Any] = {}
-    for name, case in FAMILIES.items():
-        for style, given in STYLES.items():
-            boosted = boost(case, **given)
-            found[f"{name} {style}"] = train(case, boosted, 0, STEPS)
+    for trained in TRAINED:
+        name, style = trained.split()
+        case = FAMILIES[name]
+        boosted = boost(case, **STYLES[style])
+        found[trained] = train(case, boosted, 0, STEPS)
         shares = of_all(sum(param.numel() for param in boosted.model.parameters()))
         found[f"{name} shares"] = sum(shares) / sum(p.numel() for p in case.model().parameters())
     for cut, given in CUTS.items():
@@ -118,13 +142,14 @@ def settings(directory: Path) -> None:
         given: dict[str, dict[str, Any]] = {
             "tight": {"device_memory": tight}, "nvme": {"device_memory": tight, **nvme},
         }  # fmt: skip
-        more = {key: SETTINGS[key] for key in ("lazy", "offload")} if style == "zbv" else SETTINGS
-        for name, arguments in (given | more).items():
+        for name, arguments in (given | SETTINGS).items():
+            if f"{style} {name}" not in UNCHANGED:
+                continue
             boosted = boost(T5, **STYLES[style], **arguments)
             found[f"{style} {name}"] = train(T5, boosted, 0, STEPS)
             if name in given:
                 assert boosted.report().peak_device_bytes <= tight
-    for precision in ("bf16", "fp16"):
+    for precision in PRECISIONS:
         found[precision] = train(T5, boost(T5, precision=precision), 0, STEPS)
     found["dropping"] = train(DROPPING, boost(DROPPING), 0, 3)
     write(directory, "settings", found)
@@ -133,20 +158,22 @@ def settings(directory: Path) -> None:
 def composed(directory: Path) -> None:
     """On four ranks: four stages, and two with two copies or two parts of each layer."""
     rank, found = distributed.get_rank(), {}
-    for name in COMPOSED:
+    for key in COMPOSED:
+        name, kind = key.split(" ", 1)
         case = FAMILIES[name]
-        for style, given in STYLES.items():
-            if style in ("1f1b", "gpipe"):
-                found[f"{name} pp 4 {style}"] = train(case, boost(case, pp_size=4, **given))
-            found[f"{name} tp 2 {style}"] = train(case, boost(case, tp_size=2, **given))
+        if kind != "dp 2":
+            parts, _, style = kind.rpartition(" ")
+            boosted = boost(case, **_divided(parts), **STYLES[style])
+            found[key] = train(case, boosted, 0, STEPS)
+            continue
         copies = boost(case)
         losses = []
         for seed in range(STEPS):
             half = {key: value[rank // 2 :: 2] for key, value in batch(case, seed).items()}
             losses += _train_on(copies, half)
-        found[f"{name} dp 2"] = torch.tensor(of_all(losses)).mean(0).tolist()
-    for kind, given in {"pp 4": {"pp_size": 4}, "tp 2": {"tp_size": 2}}.items():
-        boosted = boost(T5, **given)
+        found[key] = torch.tensor(of_all(losses)).mean(0).tolist()
+    for kind in LATER:
+        boosted = boost(T5, **_divided(kind))
         train(T5, boosted, 0, 3)
         boosted.booster.save(directory / kind, boosted.model, boosted.optimizer)
         later = train(T5, boosted, 3, 2)
@@ -157,10 +184,17 @@ def composed(directory: Path) -> None:
     write(directory, "composed", found)
 
 
+def _divided(kind: str) -> dict[str, Any]:
+    """Settings of "pp 4" or "tp 2"."""
+    what, number = kind.split()
+    return {f"{what}_size": int(number)}
+
+
 def saved(directory: Path) -> None:
     """Models and runs written in stages, and read; and one that a process alone has written."""
     found: dict[str, Any] = {}
-    for name, case in FAMILIES.items():
+    for name in SAVED:
+        case = FAMILIES[name]
         boosted = boost(case)
         boosted.booster.save_model(boosted.model, directory / f"{name}-fresh")
         train(case, boosted, 0, 3)
@@ -194,7 +228,8 @@ def generate(model: Any, **how: Any) -> list[list[int]]:
 def calls(directory: Path) -> None:
     """Evaluation through the schedule, calls without gradients, and tokens."""
     found: dict[str, Any] = {}
-    for style, given in STYLES.items():
+    for style in CALLED:
+        given = STYLES[style]
         boosted = boost(T5, **given)
         boosted.model.eval()
         execute = boosted.booster.execute_pipeline
@@ -209,7 +244,8 @@ def calls(directory: Path) -> None:
         found[f"{style} encoded"] = of_all(states.tolist())
         talking = boost(TALKING, **given)
         for way, how in ways().items():
-            found[f"{style} {way}"] = of_all(generate(talking.model, **how))
+            if f"{style} {way}" in GENERATED:
+                found[f"{style} {way}"] = of_all(generate(talking.model, **how))
         boosted.model.train()
         found[f"{style} trained"] = train(T5, boosted, 0, STEPS)
         # Two batches a step, of other lengths; what is shared counts once in the norm.
@@ -224,6 +260,13 @@ def calls(directory: Path) -> None:
 def ways() -> dict[str, dict[str, Any]]:
     """Of generating, which an encoder-decoder has as well."""
     return {name: how for name, how in WAYS.items() if name != "in chunks"}
+
+
+GENERATED = grids.some(
+    tuple(f"{style} {way}" for style in STYLES for way in ways()),
+    *(f"1f1b {way}" for way in ways()),
+    *("interleaved beams", "zbv sampled"),
+)
 
 
 def refused(directory: Path) -> None:

@@ -3,6 +3,7 @@
 As in tensor_cases: a scenario is a function of the directory that the ranks share.
 """
 
+import functools
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ import transformers as hf
 from torch import distributed, nn
 
 import castor
+import grids
 import pipeline_cases
 from castor.distributed.expert_exchange import Routes
 from helpers import Boosted
@@ -40,6 +42,17 @@ EXPERT_SETTINGS: dict[str, dict[str, Any]] = {
     "lazy": {"lazy": True}, "forward": {"overlap": "forward"}, "sequences too": {"sp_size": 2},
 }  # fmt: skip
 """With two ranks that divide experts."""
+BUDGETS = ("tight", "NVMe")
+SOME_SETTINGS = {
+    2: grids.some((*EXPERT_SETTINGS, *BUDGETS), "plain", "recompute", "lazy", "forward", *BUDGETS),
+    4: grids.some((*EXPERT_SETTINGS, *BUDGETS), "plain", "layers too", "sequences too"),
+}
+SOME_EXPERTS = {
+    2: grids.some(EXPERTS, "mixtral", "gpt_oss", "router_loss", "grouped"),
+    3: grids.some(EXPERTS, "qwen2_moe"),  # four experts
+    4: grids.some(EXPERTS, "qwen3_moe"),  # six
+}
+"""Families by the number of ranks."""
 
 
 def batch_of(case: Case, step: int, who: int, of: int, *, uneven: bool = True) -> Batch:
@@ -50,6 +63,7 @@ def batch_of(case: Case, step: int, who: int, of: int, *, uneven: bool = True) -
     return given
 
 
+@functools.cache
 def alone(
     case: Case, of: int, steps: int = STEPS, *, uneven: bool = True, first: int = 0
 ) -> list[list[float]]:
@@ -91,7 +105,7 @@ def place(experts: int, sharing: int = 1) -> tuple[int, int]:
 def experts(directory: Path) -> None:
     """Losses of families whose experts are divided, and the part of its parameters a rank has."""
     size, rank, found = distributed.get_world_size(), distributed.get_rank(), {}
-    for name, case in EXPERTS.items():
+    for name, case in SOME_EXPERTS[size].items():
         boosted = boost(case, ep_size=size)
         losses = train(case, boosted, rank, size)
         own = sum(param.numel() for param in boosted.model.parameters())
@@ -107,7 +121,7 @@ def expert_settings(directory: Path) -> None:
     size = distributed.get_world_size()
     for name, given in EXPERT_SETTINGS.items():
         sharing = 2 if given.keys() & {"size", "sp_size"} else 1
-        if size % (4 if "sp_size" in given else 2):
+        if name not in SOME_SETTINGS[size] or size % (4 if "sp_size" in given else 2):
             continue
         boosted = boost(case, **{"ep_size": 2} | given)  # type: ignore[arg-type]
         who, of = place(1 if "size" in given else 2, sharing)
@@ -121,6 +135,8 @@ def expert_settings(directory: Path) -> None:
         "tight": {"device_memory": tight},
         "NVMe": {"device_memory": tight, "nvme_path": directory, "nvme_offload_fraction": 1.0},
     }.items():
+        if name not in SOME_SETTINGS[size]:
+            continue
         boosted = boost(case, ep_size=2, **given)  # type: ignore[arg-type]
         found[name] = [of, train(case, boosted, who, of)]
         assert boosted.report().peak_device_bytes <= tight
@@ -185,12 +201,15 @@ def branches(directory: Path) -> None:
     def uses(step: int, rank: int) -> bool:
         return step < 3 and rank == step % of
 
-    for name, given in {
+    settings: dict[str, dict[str, Any]] = {
         "fp32": {}, "fp16": {"precision": "fp16", "initial_scale": 2.0**24},
         "bf16": {"precision": "bf16"},
         "NVMe": {"nvme_path": directory, "nvme_offload_fraction": 1.0, "nvme_memory": "64MiB"},
-    }.items():  # fmt: skip
-        boosted = boost(case, ep_size=2, **given)  # type: ignore[arg-type]
+    }  # fmt: skip
+    if distributed.get_world_size() == 4:
+        settings = grids.some(settings, "fp32", "fp16")
+    for name, given in settings.items():
+        boosted = boost(case, ep_size=2, **given)
         losses = []
         for step in range(5):
             batch = batch_of(case, step, who, of)
@@ -202,6 +221,8 @@ def branches(directory: Path) -> None:
         ends = of_all([report.skipped_steps, repr(report.gradient_norm), whole])
         assert ends == [ends[0]] * len(ends), name
         found[name] = [of_all(losses), report.skipped_steps]
+    if distributed.get_rank() > 0:
+        return
     model = case.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     plain = []
@@ -235,7 +256,10 @@ def accumulated(directory: Path) -> None:
 
     frozen = Case("frozen", lambda: trained(case.model()), case.batch)
     checkpointed = Case("again", lambda: case.model(checkpointing=True), case.batch)
-    for name, kind in {"all": case, "frozen": frozen, "checkpointed": checkpointed}.items():
+    kinds = {"all": case, "frozen": frozen, "checkpointed": checkpointed}
+    if distributed.get_world_size() == 4:
+        kinds = grids.some(kinds, "all")
+    for name, kind in kinds.items():
         boosted, losses = boost(kind, ep_size=2), []
         for step in range(STEPS):
             first, second = micro(step, who, 0), micro(step, who, 1)
@@ -248,6 +272,9 @@ def accumulated(directory: Path) -> None:
             boosted.optimizer.step()
             boosted.optimizer.zero_grad()
             losses.append(loss.item())
+        found[name] = [of_all(losses)]
+        if distributed.get_rank() > 0:
+            continue
         model = kind.model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
         plain: list[list[float]] = [[] for _ in range(of)]
@@ -261,7 +288,7 @@ def accumulated(directory: Path) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
-        found[name] = [of_all(losses), plain]
+        found[name].append(plain)
     write(directory, "accumulated", found)
 
 
@@ -269,11 +296,11 @@ STAGED = decoder(
     "staged", hf.MixtralConfig, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2,
     output_router_logits=True, router_aux_loss_coef=0.1,
 )  # fmt: skip
-STYLES: dict[str, dict[str, Any]] = {
+STYLES: dict[str, dict[str, Any]] = grids.some({
     "1f1b": {}, "gpipe": {"pp_style": "gpipe", "activations": "recompute"},
     "interleaved": {"pp_style": "interleaved", "num_model_chunks": 2},
     "zbv": {"pp_style": "zbv", "num_model_chunks": 2},
-}  # fmt: skip
+}, "gpipe", "zbv")  # fmt: skip
 
 
 def staged(directory: Path) -> None:
@@ -295,6 +322,8 @@ def staged(directory: Path) -> None:
         ids, max_new_tokens=3 + 4 * who, do_sample=False, pad_token_id=0, output_router_logits=False
     )
     found["generated"] = of_all(generated.shape[1] - ids.shape[1])
+    if distributed.get_rank() > 0:
+        return
     count = pipeline_cases.MICROBATCHES
     model = STAGED.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)

@@ -3,17 +3,21 @@
 CASTOR_TEST_DEVICE says on which: "simgpu:1", "cuda", or the CPU device without it.
 """
 
+import functools
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed, nn
 
 import castor
+import grids
 import helpers
 import rank_cases
 from helpers import GIB, tight_memory
@@ -79,7 +83,16 @@ CLOSE = {
 }
 """Those of ranks on the CPU device."""
 
-ON_FOUR = ("ample", "tight", "one rank tight", "uneven", "all on the device", "bf16 split")
+SOME_EXACT = grids.some(tuple(EXACT), *(EXACT.keys() - {"uneven", "checkpointed"}))
+SOME_CLOSE = grids.some(
+    tuple(CLOSE),
+    *("accumulated, tight", "deferred, tight", "bf16 fp32, tight", "bf16 split"),
+    *("bf16 split_bf16, tight", "bf16 split_int8, tight", "fp16", "nvme states"),
+)
+ON_FOUR = grids.some(
+    ("ample", "tight", "one rank tight", "uneven", "all on the device", "bf16 split"),
+    "ample", "tight",
+)  # fmt: skip
 
 
 def each(directory: Path) -> None:
@@ -108,9 +121,14 @@ def _with_memory(case: RankCase, *, tight: bool) -> RankCase:
     settings = dict(case.settings)
     asked = settings.pop("memory", None)
     if asked is not None:
-        little = tight_memory(case.build, lambda model, seed: case.loss(model, seed, 0))
+        little = _tight(case.build, case.loss)
         settings["memory"] = little if asked == "tight" or tight else GIB
     return replace(case, settings=settings)
+
+
+@functools.cache
+def _tight(build: Callable[[], nn.Module], loss: Callable[[nn.Module, int, int], Any]) -> int:
+    return tight_memory(build, lambda model, seed: loss(model, seed, 0))
 
 
 def overflows(_: Path) -> None:
@@ -168,6 +186,11 @@ def clips(directory: Path) -> None:
             torch.save((weights, norms), directory / f"{memory}.{rank}.pt")
 
 
+def edits_and_clips(directory: Path) -> None:
+    edits(directory)
+    clips(directory)
+
+
 def shares_a_gpu(_: Path) -> None:
     """Both ranks are on one GPU: in budgets that it has, and in larger ones."""
     with _of_rank():
@@ -197,14 +220,10 @@ def divided_on_a_gpu(_: Path) -> None:
             print(_refused(partial(castor.Booster(plugin).boost, model, optimizer)))
 
 
-def copies_of_weights(_: Path) -> None:
+def not_shared(_: Path) -> None:
+    """Copies of weights, and LowLevelZeroPlugin's stage 2: the ranks' common gradients."""
     with _of_rank():
         print(_refused(lambda: boost(EXACT["ample"], extra_dp_size=2)))
-
-
-def stage_2(_: Path) -> None:
-    """LowLevelZeroPlugin's, which is the ranks' common gradients."""
-    with _of_rank():
         plugin = castor.LowLevelZeroPlugin(
             device="cpu", device_memory=GIB, host_memory=GIB, stage=2, cpu_offload=True
         )

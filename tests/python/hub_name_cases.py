@@ -11,6 +11,7 @@ import transformers as hf
 import as_rank
 import pipeline_cases
 import tensor_cases
+from grids import some
 from tensor_cases import EXPERTS, decoder
 from zoo import Case
 
@@ -21,7 +22,7 @@ DECODER = decoder(
     "mixtral4", hf.MixtralConfig, num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2
 )
 GPT_NEOX = decoder("gpt_neox", hf.GPTNeoXConfig)
-CASES: dict[str, tuple[Case, dict[str, Any]]] = {
+CASES: dict[str, tuple[Case, dict[str, Any]]] = some({
     "experts": (EXPERTS["mixtral"], {"ep_size": 2}),
     "uneven experts": (EXPERTS["qwen3_moe"], {"ep_size": 2}),
     "layers": (EXPERTS["qwen3_moe"], {"tp_size": 2}),
@@ -30,7 +31,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "gathered states": (EXPERTS["mixtral"], {}),
     "sharded": (GPT_NEOX, {}),
     "nvme": (EXPERTS["mixtral"], {"ep_size": 2, "nvme_path": "", "nvme_offload_fraction": 1.0}),
-}
+}, "uneven experts", "layers and their experts", "stages", "sharded", "nvme")  # fmt: skip
 """A model and what divides it between two ranks."""
 
 

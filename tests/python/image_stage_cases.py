@@ -43,6 +43,16 @@ def _larger(seed: int) -> Batch:
 
 VIT = Case("vit4", _vit, FAMILIES["vit"].batch)
 OBLONG = Case("oblong", lambda: _vit(image_size=(24, 32), patch_size=(4, 8)), _larger)
+TRAINED = grids.some(
+    tuple(f"{case.name} {style}" for case in (VIT, OBLONG) for style in STYLES),
+    *("vit4 1f1b", "vit4 interleaved", "oblong zbv"),
+)
+UNCHANGED = grids.some(
+    ("ample v", "tight", "tight v", "recompute", "offload", "lazy"), "ample v", "tight v"
+)
+KINDS: dict[str, dict[str, Any]] = grids.some({
+    "tp 2": {"tp_size": 2}, "tp 2, zbv": {"tp_size": 2} | ZERO_BUBBLE, "pp 4": {"pp_size": 4},
+}, "tp 2, zbv", "pp 4")  # fmt: skip
 FLOATING = (torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -53,13 +63,13 @@ def interpolated(seed: int) -> dict[str, Any]:
 def schedules(directory: Path) -> None:
     """Losses in each schedule, whole files, and what a call of the whole gives."""
     found: dict[str, Any] = {}
-    for case in (VIT, OBLONG):
-        for style, given in STYLES.items():
-            boosted = boost(case, **given)
-            found[f"{case.name} {style} called"] = of_all(_called(boosted, batch(case, 0)))
-            losses = pipeline_cases.train(case, boosted, 0, STEPS)
-            found[f"{case.name} {style}"] = of_all(losses)
-            boosted.booster.save_model(boosted.model, directory / f"{case.name}-{style}")
+    for trained in TRAINED:
+        name, style = trained.split()
+        case = VIT if name == "vit4" else OBLONG
+        boosted = boost(case, **STYLES[style])
+        found[f"{trained} called"] = of_all(_called(boosted, batch(case, 0)))
+        found[trained] = of_all(pipeline_cases.train(case, boosted, 0, STEPS))
+        boosted.booster.save_model(boosted.model, directory / trained)
     write(directory, "schedules", found)
 
 
@@ -81,6 +91,8 @@ def uses(directory: Path) -> None:
         "offload": {"activations": "offload"},
         "lazy": {"lazy": True},
     }.items():
+        if setting not in UNCHANGED:
+            continue
         boosted = boost(VIT, **given)  # type: ignore[arg-type]
         found[setting] = pipeline_cases.train(VIT, boosted, 0, STEPS)
         if "device_memory" in given:
@@ -130,11 +142,8 @@ def composed(directory: Path) -> None:
     """On four ranks."""
     found = {
         kind: of_all(pipeline_cases.train(VIT, boost(VIT, **given), 0, STEPS))
-        for kind, given in {
-            "tp 2": {"tp_size": 2}, "tp 2, zbv": {"tp_size": 2} | ZERO_BUBBLE,
-            "pp 4": {"pp_size": 4},
-        }.items()
-    }  # fmt: skip
+        for kind, given in KINDS.items()
+    }
     write(directory, "composed", found)
 
 

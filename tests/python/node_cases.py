@@ -17,24 +17,25 @@ from torch import distributed, nn
 import rank_home_cases
 import tensor_cases
 from castor.runtime.engine import engine_of
+from grids import some
 from helpers import copies
 from rank_cases import CLOSE, EXACT, TOWER, RankCase, _of_rank, _refused, _tower_loss, boost, train
 from simulated import compute_as_asked
 from zoo import tower, tower_batch
 
-SAME_AS_ONE = {
+SAME_AS_ONE = some({
     **{name: EXACT[name] for name in ("frozen", "uneven", "tight", "lazy", "packed", "sgd")},
     "gpt2": EXACT["gpt2"],  # its output embedding is tied
     "overlap": EXACT["overlap"],
-}
+}, "tight", "lazy", "overlap")  # fmt: skip
 """fp32: the bits of one process with as many micro-batches."""
-SAME_AS_GROUP = {
+SAME_AS_GROUP = some({
     name: CLOSE[name]
     for name in ("accumulated", "deferred", "bf16 fp32", "bf16 split_int8", "fp16", "nvme states")
-}
+}, "deferred", "bf16 split_int8", "nvme states")  # fmt: skip
 """The bits of ranks that share nothing."""
-ON_THREE = {name: EXACT[name] for name in ("tight", "uneven")}
-EVENTFUL = ("tight", "overlap", "split", "lazy", "unlike")
+ON_THREE = some({name: EXACT[name] for name in ("tight", "uneven")}, "uneven")
+EVENTFUL = some(("tight", "overlap", "split", "lazy", "unlike"), "tight", "unlike")
 STEPS = 4
 
 
@@ -114,16 +115,22 @@ def stages(_: Path) -> None:
 
 
 def divided(directory: Path) -> None:
-    """Two ranks a layer: the ranks of a part, every other one, are seen as what they are."""
+    """Two ranks a layer: the ranks of a part, every other one, are seen as what they are.
+
+    As on several machines, and then on one.
+    """
     with _of_rank() as rank:
         case = tensor_cases.FAMILIES["llama"]
-        boosted = tensor_cases.boost(case, 2)
-        for step in range(2):
-            batch = case.batch(10 * step + rank // 2)
-            boosted.step(case.loss(boosted.model(**batch), batch))
-        report = boosted.report()
-        found = (copies(boosted.model.parameters()), report.rank_link, report.rank_shared_bytes)
-        torch.save(found, directory / f"{os.environ['CASTOR_RANK_LINK']}.{rank}.pt")
+        for link in ("node", "auto"):
+            os.environ["CASTOR_RANK_LINK"] = link
+            boosted = tensor_cases.boost(case, 2)
+            for step in range(2):
+                batch = case.batch(10 * step + rank // 2)
+                boosted.step(case.loss(boosted.model(**batch), batch))
+            report = boosted.report()
+            found = (copies(boosted.model.parameters()), report.rank_link, report.rank_shared_bytes)
+            torch.save(found, directory / f"{link}.{rank}.pt")
+            distributed.barrier()
 
 
 def some_die(directory: Path) -> None:

@@ -4,6 +4,7 @@ As in tensor_cases.py, whose families these are.
 """
 
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -50,11 +51,7 @@ FAMILIES_WITH_STAGES = (
     "gpt2", "llama", "qwen3", "mistral", "gemma2", "opt", "bloom", "falcon", "gptj", "gpt_neox",
     "glm", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "bert", "vit",
 )  # fmt: skip
-SOME_WITH_STAGES = grids.some(
-    FAMILIES_WITH_STAGES,
-    *("gpt2", "llama", "gemma2", "opt", "bloom", "falcon", "gpt_neox", "mixtral", "gpt_oss"),
-    *("bert", "vit"),
-)
+SOME_WITH_STAGES = grids.some(FAMILIES_WITH_STAGES, "gpt2", "gemma2", "opt", "bloom", "gpt_oss")
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "gpipe": {"pp_style": "gpipe"},
@@ -74,10 +71,15 @@ STYLES: dict[str, dict[str, Any]] = {
     "zbv": ZERO_BUBBLE,
 }
 SCHEDULED = grids.some(
-    ("qwen3", "mistral", "gemma2", "opt", "bloom", "bert", "falcon", "glm", "mixtral"),
-    "gemma2", "bert", "falcon",
+    tuple(
+        f"{name} {style}"
+        for name in ("qwen3", "mistral", "gemma2", "opt", "bloom", "bert", "falcon", "glm",
+                     "mixtral")
+        for style in STYLES
+    ),
+    "gemma2 interleaved", "gemma2 zbv", "bert zbv", "falcon gpipe",
 )  # fmt: skip
-"""Families that go through each; GPT-2, Llama and T5 do so elsewhere, with more settings."""
+"""Families and schedules; GPT-2, Llama and T5 go through each elsewhere, with more settings."""
 WITH_SEQUENCES: dict[str, dict[str, Any]] = {
     "all_to_all": {"pp_style": "interleaved", "num_model_chunks": 2},
     "all_gather": {"sequence_parallelism_mode": "all_gather"} | ZERO_BUBBLE,
@@ -89,6 +91,29 @@ DEEP = {
     "gpt2": Case("gpt24", lambda: gpt2(layers=4), FAMILIES["gpt2"].batch),
 }
 """Of four blocks."""
+SETTINGS = grids.some(
+    tuple(f"{name} {setting}" for name in DEEP for setting in (*SCHEDULES, "tight", "nvme")),
+    *(f"llama {setting}" for setting in (*SCHEDULES, "tight", "nvme")),
+    *("gpt2 1f1b", "gpt2 tight"),
+)
+COMPOSED = grids.some(
+    (
+        *(f"{name} pp 4" for name in DEEP),
+        *(f"{name} {kind}" for kind in ("tp 2", "dp 2") for name in (*DEEP, "mixtral")),
+        "mixtral ep 2",
+        *(f"{name} sp 2, {kind}" for kind in WITH_SEQUENCES for name in DEEP),
+    ),
+    *("gpt2 pp 4", "gpt2 tp 2", "gpt2 dp 2", "mixtral ep 2"),
+    *(f"llama sp 2, {kind}" for kind in WITH_SEQUENCES),
+)
+COMPOSED_V = grids.some(tuple(DEEP), "gpt2")
+COUNTS = grids.some((1, 2, 4, 8), 1, 8)
+"""Of micro-batches in a V on four ranks."""
+PRECISIONS = grids.some(("bf16", "fp16"), "fp16")
+SAVED: dict[str, dict[str, Any]] = grids.some({
+    "gpt2": {}, "llama": {"precision": "bf16"}, "mixtral": {}, "bert": {}, "bloom": {},
+    "vit": {}, "gemma2": {"optim_state_format": "fp32"},
+}, "gpt2", "llama", "mixtral")  # fmt: skip
 OF_A_V = grids.some({
     **DEEP,
     "mixtral": decoder("mixtral4", hf.MixtralConfig, num_hidden_layers=4, num_local_experts=4,
@@ -97,6 +122,10 @@ OF_A_V = grids.some({
     "frozen": Case("frozen4", lambda: _with_frozen_block(), FAMILIES["llama"].batch),
 }, "llama", "mixtral", "shared", "frozen")  # fmt: skip
 """Models whose weights' gradients come by different ways."""
+IN_LITTLE = grids.some(
+    tuple(f"{name} {setting}" for name in OF_A_V for setting in ("tight", "nvme", "offload")),
+    *("llama tight", "llama nvme", "llama offload", "mixtral tight"),
+)
 
 
 def batch(case: Case, seed: int, rows: int = 2 * MICROBATCHES) -> dict[str, torch.Tensor]:
@@ -145,6 +174,7 @@ def train(case: Case, boosted: Boosted, first: int = 0, steps: int = STEPS) -> l
     return losses
 
 
+@functools.cache
 def plain(case: Case, steps: int = STEPS) -> list[float]:
     """Losses of plain PyTorch, which accumulates the gradients of as many micro-batches."""
     model = case.model()
@@ -161,7 +191,7 @@ def in_parts(whole: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
 
 
 def families(directory: Path) -> None:
-    """Losses of every family in stages, and of plain PyTorch."""
+    """Losses of every family in stages."""
     found = {}
     for name in SOME_WITH_STAGES:
         case = STAGED[name]
@@ -170,11 +200,12 @@ def families(directory: Path) -> None:
         own = set(boosted.model.parameters())
         shares = of_all(sum(param.numel() for param in own))
         whole = sum(param.numel() for param in case.model().parameters())
-        found[name] = [mine, plain(case), [share / whole for share in shares]]
+        found[name] = [mine, [share / whole for share in shares]]
         assert of_all(mine) == [mine] * distributed.get_world_size()
     write(directory, "families", found)
 
 
+@functools.cache
 def of_four_blocks(case: Case) -> Case:
     """A deeper one."""
 
@@ -194,11 +225,10 @@ def of_four_blocks(case: Case) -> Case:
 def schedules(directory: Path) -> None:
     """Losses of families of four blocks in the schedules that `families` does not run."""
     found = {}
-    for name in SCHEDULED:
+    for key in SCHEDULED:
+        name, style = key.split()
         case = of_four_blocks(STAGED[name])
-        found[name] = plain(case)
-        for style, given in STYLES.items():
-            found[f"{name} {style}"] = train(case, boost(case, **given))
+        found[key] = train(case, boost(case, **STYLES[style]))
     write(directory, "schedules", found)
 
 
@@ -207,7 +237,7 @@ def settings(directory: Path) -> None:
     found: dict[str, Any] = {}
     for name, case in DEEP.items():
         ample = boost(case)
-        train(case, ample)
+        found[f"{name} 1f1b"] = train(case, ample)
         report = ample.report()
         own = sum(param.nbytes for param in ample.model.parameters())
         tight = int(report.peak_nonmodel_bytes + 0.5 * own)
@@ -220,6 +250,8 @@ def settings(directory: Path) -> None:
             },
         }  # fmt: skip
         for setting, arguments in given.items():
+            if setting == "1f1b" or f"{name} {setting}" not in SETTINGS:
+                continue
             boosted = boost(case, **arguments)
             found[f"{name} {setting}"] = train(case, boosted)
             if "device_memory" in arguments:
@@ -231,18 +263,15 @@ def settings(directory: Path) -> None:
 def saved(directory: Path) -> None:
     """Models and runs written in stages, and read."""
     found = {}
-    for name, given in {
-        "gpt2": {}, "llama": {"precision": "bf16"}, "mixtral": {}, "bert": {}, "bloom": {},
-        "vit": {}, "gemma2": {"optim_state_format": "fp32"},
-    }.items():  # fmt: skip
+    for name, given in SAVED.items():
         case = FAMILIES[name]
-        boosted = boost(case, **given)  # type: ignore[arg-type]
+        boosted = boost(case, **given)
         boosted.booster.save_model(boosted.model, directory / f"{name}-fresh")
         train(case, boosted, 0, 3)
         boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
         boosted.booster.save_model(boosted.model, directory / f"{name}-model")
         later = train(case, boosted, 3, 3)
-        again = boost(case, lazy=True, **given)  # type: ignore[arg-type]
+        again = boost(case, lazy=True, **given)
         train(case, again, 7, 1)
         assert again.booster.load(directory / name, again.model, again.optimizer).step == 3
         assert train(case, again, 3, 3) == later
@@ -257,38 +286,40 @@ def saved(directory: Path) -> None:
 def composed(directory: Path) -> None:
     """Losses on four ranks: four stages, and two with two copies or two parts of each layer."""
     rank, found = distributed.get_rank(), {}
-    for name, case in {**DEEP, "mixtral": FAMILIES["mixtral"]}.items():
-        if name == "mixtral":
-            found[f"{name} ep 2"] = train(case, boost(case, ep_size=2))
+    cases = {**DEEP, "mixtral": FAMILIES["mixtral"]}
+    for key in COMPOSED:
+        name, kind = key.split(" ", 1)
+        case = cases[name]
+        if kind == "tp 2":
+            boosted = boost(case, tp_size=2)
+            found[key] = train(case, boosted)
+            boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
+            later = train(case, boosted, STEPS, 2)
+            again = boost(case, tp_size=2, lazy=True)
+            again.booster.load(directory / name, again.model, again.optimizer)
+            assert train(case, again, STEPS, 2) == later
+        elif kind == "dp 2":  # halves of the micro-batches' rows
+            copies = boost(case)
+            losses = []
+            for seed in range(STEPS):
+                half = {name: value[rank // 2 :: 2] for name, value in batch(case, seed).items()}
+                losses += _train_on(copies, half)
+            everyone = of_all(losses)
+            assert everyone[0] == everyone[1]
+            assert everyone[2] == everyone[3]
+            found[key] = torch.tensor(everyone).mean(0).tolist()
+            copies.booster.save(directory / f"{name}-copies", copies.model, copies.optimizer)
+            later = _train_on(copies, batch(case, STEPS))
+            again = boost(case)
+            again.booster.load(directory / f"{name}-copies", again.model, again.optimizer)
+            assert _train_on(again, batch(case, STEPS)) == later
+            loader = copies.booster.plugin.prepare_dataloader(list(range(8)), 2)
+            found["data"] = of_all([some.tolist() for some in loader])
+        elif kind in ("pp 4", "ep 2"):
+            found[key] = train(case, boost(case, **{f"{kind[:2]}_size": int(kind[3:])}))
         else:
-            found[f"{name} pp 4"] = train(case, boost(case, pp_size=4))
-        boosted = boost(case, tp_size=2)
-        found[f"{name} tp 2"] = train(case, boosted)
-        boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
-        later = train(case, boosted, STEPS, 2)
-        again = boost(case, tp_size=2, lazy=True)
-        again.booster.load(directory / name, again.model, again.optimizer)
-        assert train(case, again, STEPS, 2) == later
-        for kind, given in WITH_SEQUENCES.items() if name in DEEP else ():
-            boosted = boost(case, sp_size=2, **given)
-            found[f"{name} sp 2, {kind}"] = train(case, boosted)
-        # Halves of the micro-batches' rows.
-        copies = boost(case)
-        losses = []
-        for seed in range(STEPS):
-            half = {name: value[rank // 2 :: 2] for name, value in batch(case, seed).items()}
-            losses += _train_on(copies, half)
-        everyone = of_all(losses)
-        assert everyone[0] == everyone[1]
-        assert everyone[2] == everyone[3]
-        found[f"{name} dp 2"] = torch.tensor(everyone).mean(0).tolist()
-        copies.booster.save(directory / f"{name}-copies", copies.model, copies.optimizer)
-        later = _train_on(copies, batch(case, STEPS))
-        again = boost(case)
-        again.booster.load(directory / f"{name}-copies", again.model, again.optimizer)
-        assert _train_on(again, batch(case, STEPS)) == later
-        loader = copies.booster.plugin.prepare_dataloader(list(range(8)), 2)
-        found[f"{name} data"] = of_all([some.tolist() for some in loader])
+            given = WITH_SEQUENCES[kind.removeprefix("sp 2, ")]
+            found[key] = train(case, boost(case, sp_size=2, **given))
     # Whole sequences without gradients.
     data = iter([batch(DEEP["gpt2"], STEPS)])
     one = boost(DEEP["gpt2"], sp_size=2, **WITH_SEQUENCES["ring_attn"])
@@ -303,7 +334,7 @@ def composed(directory: Path) -> None:
     found["odd"] = said(
         lambda: _train_on(one, {k: x[:, 2:] for k, x in batch(DEEP["gpt2"], 0).items()})
     )
-    shared = Case("shared", _with_shared_blocks, case.batch)
+    shared = Case("shared", _with_shared_blocks, DEEP["llama"].batch)
     found["shared"] = train(shared, boost(shared, pp_size=4))
     write(directory, "composed", found)
 
@@ -335,18 +366,19 @@ def zero_bubble(directory: Path) -> None:
     for name, case in OF_A_V.items():
         ample = boost(case, **ZERO_BUBBLE)
         found[f"{name} ample"] = train(case, ample, 0, steps)
-        found[f"{name} expected"] = plain(case, steps)
         found[f"{name} entered"] = of_all(_least_entered(ample))
         in_turn = {"pp_style": "interleaved", "num_model_chunks": 2}
         found[f"{name} interleaved"] = train(case, boost(case, **in_turn), 0, steps)
         for setting, given in in_little(ample, directory / name).items():
+            if f"{name} {setting}" not in IN_LITTLE:
+                continue
             boosted = boost(case, **ZERO_BUBBLE, **given)
             found[f"{name} {setting}"] = train(case, boosted, 0, steps)
             report = boosted.report()
             assert report.divergent_steps == 0
             if "device_memory" in given:
                 assert report.peak_device_bytes <= given["device_memory"]
-    for precision in ("bf16", "fp16"):
+    for precision in PRECISIONS:
         boosted = boost(DEEP["gpt2"], precision=precision, **ZERO_BUBBLE)
         found[precision] = train(DEEP["gpt2"], boosted)
     # By a function of Python's, which cannot compute a part of its gradients.
@@ -389,12 +421,13 @@ def composed_zero_bubble(directory: Path) -> None:
     """On four ranks: one V, two with other data, and one of divided layers; few micro-batches."""
     rank, found = distributed.get_rank(), {}
     deep = Case("llama8", lambda: llama(layers=8), FAMILIES["llama"].batch)
-    for count in (1, 2, 4, 8):
+    for count in COUNTS:
         boosted = boost(deep, pp_size=4, num_microbatches=count, **ZERO_BUBBLE)
         found[f"pp 4, {count}"] = train(deep, boosted)
         boosted = boost(deep, pp_size=4, num_microbatches=count, pp_style="gpipe")
         found[f"gpipe, {count}"] = train(deep, boosted)
-    for name, case in DEEP.items():
+    for name in COMPOSED_V:
+        case = DEEP[name]
         found[f"{name} tp 2"] = train(case, boost(case, tp_size=2, **ZERO_BUBBLE))
         copies = boost(case, **ZERO_BUBBLE)
         losses = []
@@ -451,7 +484,7 @@ def uses(directory: Path) -> None:
         execute(iter([batch(case, 2)]), boosted.model, None, boosted.optimizer)
         boosted.optimizer.step()
         found[f"{style} more norm"] = boosted.report().gradient_norm
-    for precision in ("bf16", "fp16"):
+    for precision in PRECISIONS:
         found[precision] = train(case, boost(case, precision=precision))
     dropping = boost(gpt2_with_dropout())
     found["dropout"] = train(case, dropping, 0, 3)

@@ -8,11 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch.optim import SGD, Optimizer, RMSprop
@@ -132,6 +133,12 @@ EXACT = {
 }
 """fp32: the bits of one process with as many micro-batches."""
 
+ON_TWO = grids.some(
+    tuple(EXACT),
+    *("llama", "mixtral", "checkpointed", "offloaded", "tiled", "frozen", "packed", "lazy"),
+    *("tight", "overlap", "sgd", "lion", "uneven"),
+)
+ON_FOUR = grids.some(tuple(EXACT), "llama", "tight", "uneven")
 ON_THREE = ("gpt2", "tight", "uneven")
 OVER_THE_GROUP = ("tight", "uneven", "overlap", "lazy", "packed")
 
@@ -146,6 +153,7 @@ CLOSE = {
     "nvme states": _zoo("gpt2", nvme_path="build", nvme_offload_fraction=1.0),
 }
 """Sums in another order: one process's values, and the same bits on every rank."""
+SOME_CLOSE = grids.some(CLOSE, *(CLOSE.keys() - {"bf16 split_bf16"}))
 
 
 def boost(case: RankCase, **settings: Any) -> helpers.Boosted:
@@ -181,8 +189,9 @@ def train(
 
 
 def exact_and_close(directory: Path) -> None:
-    """Every case, one after the other; weights, losses and reports into files."""
-    _train_all(EXACT | CLOSE, directory)
+    """Cases of two or four ranks, one after the other; weights, losses and reports into files."""
+    exact, close = (ON_FOUR, {}) if os.environ["WORLD_SIZE"] == "4" else (ON_TWO, SOME_CLOSE)
+    _train_all({name: EXACT[name] for name in exact} | close, directory)
 
 
 def some_over_the_group(directory: Path) -> None:
@@ -223,13 +232,13 @@ TOWER = RankCase(tower, _tower_loss)
 
 
 def different_models(_: Path) -> None:
-    with _of_rank() as rank:
+    with _of_rank() as rank, pytest.MonkeyPatch.context() as patch:
         case = RankCase(lambda: tower(depth=5 + rank), _tower_loss)
         print(_refused(lambda: boost(case)))
         print(_refused(lambda: boost(TOWER, max_norm=1.0 + rank)))
         print(_refused(lambda: boost(TOWER, overlap="backward", enable_gradient_accumulation=False,
                                      max_norm=0.0, nonfinite="ignore")))  # fmt: skip
-        os.environ["CASTOR_RANK_LINK"] = ("auto", "group")[rank]
+        patch.setenv("CASTOR_RANK_LINK", ("auto", "group")[rank])
         print(_refused(lambda: boost(TOWER)))
         plugin = castor.HybridParallelPlugin(tp_size=2, device="cpu", tp_plan={})
         print(_refused(lambda: castor.Booster(plugin).boost(tower())))
@@ -357,6 +366,21 @@ def shows_states(directory: Path) -> None:
             print(_refused(optimizer.state_dict))
         else:
             print(_refused(lambda: booster.backward(_tower_loss(model, 1, rank), optimizer)))
+
+
+BESIDE_ONE_ANOTHER = (
+    different_models, shuffles_differently, one_passes_more, steps_differently, one_saves,
+    nothing_of_pythons, others_weights, overflow_on_one, shows_states,
+)  # fmt: skip
+
+
+def beside_one_another(directory: Path) -> None:
+    """Scenarios that leave nothing behind: what each prints goes to a file of its name."""
+    for scenario in BESIDE_ONE_ANOTHER:
+        own = directory / scenario.__name__
+        own.mkdir(exist_ok=True)
+        with (own / os.environ["RANK"]).open("w") as file, redirect_stdout(file):
+            scenario(own)
 
 
 def saves(directory: Path) -> None:
@@ -520,7 +544,7 @@ def one_fails(directory: Path) -> None:
         boosted = boost(TOWER, nvme_path=scratch, nvme_offload_fraction=1.0, overlap=overlap)
         booster, model, optimizer = boosted
         booster.save(directory / "run", model, optimizer)
-        failed = directory / "failed"
+        failed, heard = directory / "failed", directory / "heard"
         try:
             for step in range(4):
                 boosted.step(_tower_loss(model, step, rank))
@@ -530,9 +554,12 @@ def one_fails(directory: Path) -> None:
             if rank == 1:
                 failed.write_text(str(time.time()))
                 print(_refused(lambda: booster.load(directory / "run", model, optimizer)))
-                time.sleep(3)
+                end = time.monotonic() + 30
+                while not heard.exists() and time.monotonic() < end:
+                    time.sleep(0.01)
             else:
                 print(time.time() - float(failed.read_text()) if failed.exists() else 0.0)
+                heard.touch()
         sys.stdout.flush()
         os._exit(0)  # there is nobody to meet at the end
 

@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 
 import castor
+from grids import some
 from helpers import Boosted, plugin
 from rank_cases import RankCase, _of_rank, _refused, boost
 from zoo import tower, tower_batch
@@ -46,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "unlike": {"memory": 3 * LAYER},
 }
 """On "unlike" ranks there is nothing to share: rank 1 has no homes on the host."""
+EVENTFUL = some(tuple(VARIANTS), "tight", "overlap", "split", "unlike")
 
 
 def _boost(name: str, rank: int) -> Boosted:
@@ -147,7 +149,7 @@ def events(directory: Path) -> None:
     rank = distributed.get_rank()
     for link in ("auto", "group"):
         os.environ["CASTOR_RANK_LINK"] = link
-        for name in VARIANTS:
+        for name in EVENTFUL:
             seen = eventful(name, range(rank, rank + 1), directory)
             torch.save(seen, directory / f"{name}.{link}.{rank}.pt")
             distributed.barrier()

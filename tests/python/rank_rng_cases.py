@@ -11,10 +11,14 @@ import torch
 from torch import distributed, nn
 
 import as_rank
+import grids
 from tensor_cases import FAMILIES, boost, of_all, train, write
 from zoo import Case
 
-DROPPING = ("gpt2", "bert", "t5", "opt", "bloom", "gptj", "falcon", "llama", "gpt_neox", "vit")
+DROPPING = grids.some(
+    ("gpt2", "bert", "t5", "opt", "bloom", "gptj", "falcon", "llama", "gpt_neox", "vit"),
+    "gpt2", "t5", "llama",
+)  # fmt: skip
 """Families with dropout within heads, or of hidden units."""
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from castor import booster_checkpoints
+from grids import some
 from helpers import copies
 from rank_cases import RankCase, _frozen, _of_rank, _refused, _tower_loss, _zoo, boost
 from zoo import tower
@@ -43,6 +44,14 @@ CASES = {
         tower, _tower_loss, {"nvme_path": "build", "nvme_offload_fraction": 1.0}
     ),
 }
+SAVED = some(
+    CASES,
+    *("small chunks", "frozen", "bf16 split", "bf16 split_int8", "channels last, bf16"),
+    "nvme states",
+)
+OVERLAPS = some(("none", "forward"), "forward")
+SIZES = some((2, 3), 3)
+"""Numbers of ranks: of three some have parts that are smaller."""
 
 
 @contextmanager
@@ -56,8 +65,8 @@ def _by_rank_0() -> Iterator[None]:
 def beside(directory: Path) -> None:
     """A moment that rank 0 has written alone, all together, and beside the training."""
     with _of_rank() as rank:
-        for name, case in CASES.items():
-            for overlap in ("none", "forward"):
+        for name, case in SAVED.items():
+            for overlap in OVERLAPS:
                 scratch = {"nvme_path": overlap} if "nvme_path" in case.settings else {}
                 boosted = boost(case, overlap=overlap, **scratch)
                 booster, model, optimizer = boosted

@@ -55,6 +55,27 @@ MIXTURES = {
         _mixture("olmoe", hf.OlmoeConfig, num_experts=4, eos_token_id=1),
     )
 }  # fmt: skip
+TRAINED = grids.some(
+    tuple(f"{name} {style}" for name in MIXTURES for style in STYLES),
+    *("mixtral gpipe", "tied zbv", "qwen2_moe interleaved", "qwen3_moe 1f1b", "qwen3_moe zbv"),
+)
+SETTINGS = ("tight", "nvme", "offload", "lazy")
+UNCHANGED = grids.some(
+    (
+        *(f"{style} {setting}" for style in ("1f1b", "zbv") for setting in ("ample", *SETTINGS)),
+        "1f1b recompute",
+    ),
+    *("1f1b ample", "1f1b tight", "1f1b recompute", "zbv ample", "zbv tight", "zbv offload"),
+)
+COMPILED = grids.some(("1f1b", "interleaved"), "interleaved")
+BASE = grids.some(("1f1b", "zbv"), "zbv")
+WITH_EXPERTS = grids.some(tuple(STYLES), "1f1b", "zbv")
+KINDS: dict[str, dict[str, Any]] = grids.some({
+    "tp 2": {"tp_size": 2},
+    "tp 2, tokens": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
+    "tp 2, ep 2": {"tp_size": 2, "ep_size": 2},
+    "pp 4": {"pp_size": 4},
+}, "tp 2, tokens", "tp 2, ep 2", "pp 4")  # fmt: skip
 IN_FP32 = _mixture(
     "ernie4_5_moe", hf.Ernie4_5_MoeConfig, moe_num_experts=4, moe_k=2, moe_intermediate_size=48,
     moe_layer_start_index=1, eos_token_id=1,
@@ -102,12 +123,12 @@ def _evaluated(case: Case, boosted: Boosted) -> dict[str, Any]:
 def schedules(directory: Path) -> None:
     """Losses and weights in each schedule, and evaluations before."""
     found: dict[str, Any] = {}
-    for name, case in MIXTURES.items():
-        for style, given in STYLES.items():
-            boosted = boost(case, **given)
-            found[f"{name} {style} evaluated"] = of_all(_evaluated(case, boosted))
-            path = directory / f"{name}-{style}"
-            found[f"{name} {style}"] = of_all(_train(case, boosted, path))
+    for trained in TRAINED:
+        name, style = trained.split()
+        case = MIXTURES[name]
+        boosted = boost(case, **STYLES[style])
+        found[f"{trained} evaluated"] = of_all(_evaluated(case, boosted))
+        found[trained] = of_all(_train(case, boosted, directory / trained))
     write(directory, "schedules", found)
 
 
@@ -120,22 +141,22 @@ def settings(directory: Path) -> None:
         found[f"{style} ample"] = _train(case, ample)
         settings_of_style = pipeline_cases.in_little(ample, directory / style)
         settings_of_style["lazy"] = {"lazy": True}
-        if style != "zbv":
-            settings_of_style["recompute"] = {"activations": "recompute"}
+        settings_of_style["recompute"] = {"activations": "recompute"}
         for setting, given in settings_of_style.items():
+            if f"{style} {setting}" not in UNCHANGED:
+                continue
             boosted = boost(case, **STYLES[style], **given)
             found[f"{style} {setting}"] = _train(case, boosted)
             if "device_memory" in given:
                 assert boosted.report().peak_device_bytes <= given["device_memory"]
     found["tiles"] = _train(case, boost(case, tile_logits=8))
     compiled = Case("compiled", lambda: _compiled(case), case.batch)
-    for style in ("1f1b", "interleaved"):
+    for style in COMPILED:
         found[f"{style} compiled"] = _train(compiled, boost(compiled, **STYLES[style]))
-    for name, one in {"mixtral": case, "in fp32": IN_FP32}.items():
-        for precision in ("fp32", "bf16"):
-            boosted = boost(one, precision=precision)
-            found[f"{name} {precision}"] = pipeline_cases.train(one, boosted)
-    found["in fp32 expected"] = pipeline_cases.plain(IN_FP32)
+    found["mixtral bf16"] = _train(case, boost(case, precision="bf16"))
+    for precision in ("fp32", "bf16"):
+        boosted = boost(IN_FP32, precision=precision)
+        found[f"in fp32 {precision}"] = _train(IN_FP32, boosted)
     # The call asks for it, not the configuration; then none does.
     quiet = Case("quiet", lambda: _quiet(case), case.batch)
     boosted = boost(quiet)
@@ -152,7 +173,7 @@ def settings(directory: Path) -> None:
     # A base model, whose user has a loss of the routers.
     base = Case("base", lambda: base_of(case), case.batch)
     inputs = {key: x for key, x in batch(base, 0).items() if key != "labels"}
-    for style in ("1f1b", "zbv"):
+    for style in BASE:
         boosted = boost(base, **STYLES[style])
         with torch.no_grad():
             outputs = boosted.model(**inputs)
@@ -188,7 +209,7 @@ def _quiet(case: Case) -> Any:
 def _compiled(case: Case) -> Any:
     model: Any = case.build()
     for block in model.model.layers:
-        block.compile(backend="aot_eager")
+        block.compile(backend="aot_eager" if grids.WHOLE else "eager")
     return model
 
 
@@ -196,18 +217,12 @@ def composed(directory: Path) -> None:
     """On four ranks: with experts and layers divided, four stages, copies of the model."""
     found: dict[str, Any] = {}
     case, rank = MIXTURES["mixtral"], distributed.get_rank()
-    for style, given in STYLES.items():
-        boosted = boost(case, ep_size=2, **given)
+    for style in WITH_EXPERTS:
+        boosted = boost(case, ep_size=2, **STYLES[style])
         found[f"ep 2 {style} evaluated"] = of_all(_evaluated(case, boosted))
         path = directory / f"ep-{style}"
         found[f"ep 2 {style}"] = of_all(_train(case, boosted, path))
-    kinds: dict[str, dict[str, Any]] = {
-        "tp 2": {"tp_size": 2},
-        "tp 2, tokens": {"tp_size": 2, "sequence_parallelism_mode": "split_gather"},
-        "tp 2, ep 2": {"tp_size": 2, "ep_size": 2},
-        "pp 4": {"pp_size": 4},
-    }
-    for kind, given in kinds.items():
+    for kind, given in KINDS.items():
         found[kind] = of_all(_train(case, boost(case, **given)))
     copies = boost(case)
     losses = []

@@ -11,6 +11,7 @@ import torch
 from transformers import StaticCache
 
 import castor
+import grids
 import pipeline_cases
 from helpers import Boosted, device_of
 from pipeline_cases import (
@@ -34,6 +35,30 @@ WAYS: dict[str, dict[str, Any]] = {
     "no cache": {"use_cache": False},
     "in chunks": {"prefill_chunk_size": 4},
 }
+STYLES: dict[str, dict[str, Any]] = {
+    "1f1b": {}, "interleaved": SCHEDULES["interleaved"], "zbv": ZERO_BUBBLE,
+}  # fmt: skip
+CALLED = grids.some(
+    tuple(f"{name} {style}" for name in DEEP for style in STYLES),
+    *("llama 1f1b", "llama interleaved", "gpt2 zbv"),
+)
+GENERATED = grids.some(
+    tuple(f"{called} {way}" for called in CALLED for way in WAYS),
+    *(f"llama 1f1b {way}" for way in WAYS),
+    *("llama interleaved beams", "gpt2 zbv greedy", "gpt2 zbv sampled", "gpt2 zbv beams"),
+)
+KINDS: dict[str, dict[str, Any]] = {
+    "pp 4": {"pp_size": 4},
+    "tp 2": {"tp_size": 2},
+    "loss": {"tp_size": 2, "parallel_output": True},
+    "sp 2": {"sp_size": 2},
+    "dp 2": {},
+}
+COMPOSED = grids.some(
+    tuple(f"{name} {kind}" for name in DEEP for kind in KINDS),
+    *("gpt2 pp 4", *(f"llama {kind}" for kind in ("loss", "sp 2", "dp 2"))),
+)
+TIGHT = grids.some(tuple(DEEP), "gpt2")
 PROMPT = 9
 GENERATING = tuple(name for name in SOME_WITH_STAGES if name not in ("bert", "vit"))
 
@@ -67,21 +92,23 @@ def families(directory: Path) -> None:
 def ways(directory: Path) -> None:
     """Ways to generate, schedules, and calls of a user's."""
     found: dict[str, Any] = {}
-    styles = {"1f1b": {}, "interleaved": SCHEDULES["interleaved"], "zbv": ZERO_BUBBLE}
-    for name, case in DEEP.items():
-        for style, settings in styles.items():
-            boosted = boost(case, **settings)
-            boosted.model.eval()
-            for way, how in WAYS.items():
-                found[f"{name} {style} {way}"] = of_all(generate(boosted.model, case, **how))
-            found[f"{name} {style} call"] = of_all(_called(case, boosted))
-            boosted.model.train()
-            generate(boosted.model, case)
-            found[f"{name} {style} trained"] = pipeline_cases.train(case, boosted)
-        peak = boosted.report().peak_device_bytes
-        boosted = boost(case, device_memory=int(0.7 * peak))
-        found[f"{name} tight"] = of_all(generate(boosted.model, case))
-        found[f"{name} bytes"] = [int(0.7 * peak), boosted.report().peak_device_bytes]
+    for called in CALLED:
+        name, style = called.split()
+        case = DEEP[name]
+        boosted = boost(case, **STYLES[style])
+        boosted.model.eval()
+        for way, how in WAYS.items():
+            if f"{called} {way}" in GENERATED:
+                found[f"{called} {way}"] = of_all(generate(boosted.model, case, **how))
+        found[f"{called} call"] = of_all(_called(case, boosted))
+        boosted.model.train()
+        generate(boosted.model, case)
+        found[f"{called} trained"] = pipeline_cases.train(case, boosted)
+        if style == "zbv" and name in TIGHT:
+            peak = boosted.report().peak_device_bytes
+            boosted = boost(case, device_memory=int(0.7 * peak))
+            found[f"{name} tight"] = of_all(generate(boosted.model, case))
+            found[f"{name} bytes"] = [int(0.7 * peak), boosted.report().peak_device_bytes]
     boosted = boost(FAMILIES["bert"])
     boosted.model.eval()
     found["bert"] = of_all(_called(FAMILIES["bert"], boosted))
@@ -97,17 +124,10 @@ def _called(case: Case, boosted: Boosted) -> list[Any]:
 def composed(directory: Path) -> None:
     """With divided layers, sequences, copies of the model, four stages."""
     found: dict[str, Any] = {}
-    kinds: dict[str, dict[str, Any]] = {
-        "pp 4": {"pp_size": 4},
-        "tp 2": {"tp_size": 2},
-        "loss": {"tp_size": 2, "parallel_output": True},
-        "sp 2": {"sp_size": 2},
-        "dp 2": {},
-    }
-    for name, case in DEEP.items():
-        for kind, settings in kinds.items():
-            boosted = boost(case, **settings)
-            found[f"{name} {kind}"] = of_all(generate(boosted.model, case))
+    for key in COMPOSED:
+        name, kind = key.split(" ", 1)
+        boosted = boost(DEEP[name], **KINDS[kind])
+        found[key] = of_all(generate(boosted.model, DEEP[name]))
     write(directory, "composed", found)
 
 

@@ -5,6 +5,7 @@ NAME.json, or each rank its own as NAME0.json, NAME1.json (rank_processes.found,
 """
 
 import copy
+import functools
 import gc
 import json
 import os
@@ -82,6 +83,11 @@ SIZES = {
     4: ("gpt2", "t5", "bert"),
 }
 """Families by the number of ranks that share a layer."""
+SOME_SIZES = {
+    2: grids.some(SIZES[2], "vit", "mixtral", "qwen3", "falcon_groups"),
+    4: grids.some(SIZES[4], "t5"),
+}
+"""Other families' layers are divided in CI where tokens between them are, by the same plans."""
 
 EXPERTS = {
     case.name: case
@@ -103,7 +109,10 @@ EXPERTS = {
 SEQUENCES = ("llama", "qwen3", "mistral", "gemma2", "glm", "phi3", "gpt_neox", "gpt2", "opt",
              "mixtral", "windows", "eager")  # fmt: skip
 """Families whose sequences are divided."""
-SOME_SEQUENCES = grids.some(SEQUENCES, "llama", "gemma2", "gpt2", "opt", "mixtral", "windows")
+SOME_SEQUENCES = {
+    2: grids.some(SEQUENCES, "gemma2", "opt", "mixtral"),
+    4: grids.some(("llama", "gpt2"), "gpt2"),
+}
 GATHERED = {name: FAMILIES[name] for name in SEQUENCES} | {
     "three_heads": decoder("three_heads", hf.LlamaConfig, num_attention_heads=3,
                             num_key_value_heads=3),
@@ -113,9 +122,17 @@ GATHERED = {name: FAMILIES[name] for name in SEQUENCES} | {
                              num_experts_per_tok=2, moe_intermediate_size=48, num_dense_layers=1),
 }  # fmt: skip
 """Families whose ranks gather keys and values, or pass them on."""
-SOME_GATHERED = grids.some(
-    GATHERED, *SOME_SEQUENCES, "eager", "three_heads", "sinks", "mask_by_name"
-)
+SOME_GATHERED = {
+    2: grids.some(tuple(GATHERED), "gemma2", "eager", "sinks"),
+    4: grids.some(("llama", "three_heads"), "three_heads"),
+}
+SOME_IN_RINGS = {
+    2: grids.some(tuple(GATHERED), "llama", "gemma2", "eager", "sinks"),
+    4: grids.some(("llama", "gpt2", "windows", "three_heads"), "three_heads"),
+}
+MODES = get_args(castor.distributed.Mode)
+PACKED = {2: grids.some(MODES, "all_to_all", "all_gather"), 4: grids.some(MODES, "ring_attn")}
+"""How ranks meet over packed documents."""
 RING: dict[str, Any] = {"sequence_parallelism_mode": "ring_attn"}
 SEQUENCE_SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -124,6 +141,17 @@ SEQUENCE_SETTINGS: dict[str, dict[str, Any]] = {
     "tiles": {"tile_logits": 8},
     "two": {"tp_size": 2},
 }
+SOME_SETTINGS = {2: SEQUENCE_SETTINGS, 4: grids.some(SEQUENCE_SETTINGS, "plain", "two")}
+WITH_SETTINGS = grids.some(("gpt2", "llama"), "gpt2")
+WITH_COPIES = grids.some(("gpt2", "llama", "mixtral"), "gpt2")
+SAVED: dict[str, dict[str, Any]] = grids.some({
+    "gpt2": {}, "llama": {"precision": "bf16"}, "mixtral": {}, "t5": {}, "bert": {},
+}, "gpt2", "llama")  # fmt: skip
+LOSSES_DIVIDED = {
+    2: ("gpt2", "llama", "gemma2", "mixtral"),
+    4: grids.some(("gpt2", "llama", "gemma2", "mixtral"), "llama"),
+}
+"""Families whose losses are divided like the vocabulary, by the number of ranks."""
 
 
 def boost(
@@ -162,6 +190,7 @@ def train(
 Batches = Callable[[Case, int], dict[str, torch.Tensor]]
 
 
+@functools.cache
 def plain(case: Case, steps: int = STEPS, *, batch: Batches | None = None) -> list[float]:
     """Losses of plain PyTorch; `batch`: another one than the case's, whose loss is the model's."""
     model = case.model()
@@ -201,15 +230,15 @@ def accumulated(
 
 
 def families(directory: Path) -> None:
-    """Losses of every family among all ranks, and of plain PyTorch."""
+    """Losses of every family among all ranks."""
     found = {}
-    for name in SIZES[distributed.get_world_size()]:
+    for name in SOME_SIZES[distributed.get_world_size()]:
         case = FAMILIES[name]
         boosted = boost(case, distributed.get_world_size())
         mine = train(case, boosted)
         own = sum(param.numel() for param in boosted.model.parameters())
         whole = sum(param.numel() for param in case.model().parameters())
-        found[name] = [mine, plain(case), own / whole]
+        found[name] = [mine, own / whole]
         assert of_all(mine) == [mine] * distributed.get_world_size()
     write(directory, "families", found)
 
@@ -218,7 +247,7 @@ def settings(directory: Path) -> None:
     """Losses of GPT-2 and Llama with settings that do not change them, and budgets."""
     size = distributed.get_world_size()
     found: dict[str, Any] = {}
-    for name in ("gpt2", "llama"):
+    for name in WITH_SETTINGS:
         case = FAMILIES[name]
         ample = boost(case, size)
         found[name] = [train(case, ample)]
@@ -248,7 +277,7 @@ def settings(directory: Path) -> None:
 def data_too(directory: Path) -> None:
     """Two ranks a layer, two copies of the model with half of the batch each."""
     rank, found = distributed.get_rank(), {}
-    for name in ("gpt2", "llama", "mixtral"):
+    for name in WITH_COPIES:
         case = FAMILIES[name]
         boosted = boost(case, 2)
         losses = torch.tensor(train(case, boosted, share=rank // 2, of=2))
@@ -269,17 +298,15 @@ def data_too(directory: Path) -> None:
 def saved(directory: Path) -> None:
     """Models and runs written among two ranks, and read."""
     found = {}
-    for name, given in {
-        "gpt2": {}, "llama": {"precision": "bf16"}, "mixtral": {}, "t5": {}, "bert": {},
-    }.items():  # fmt: skip
+    for name, given in SAVED.items():
         case = FAMILIES[name]
-        boosted = boost(case, 2, **given)  # type: ignore[arg-type]
+        boosted = boost(case, 2, **given)
         boosted.booster.save_model(boosted.model, directory / f"{name}-fresh")
         train(case, boosted, 0, 3)
         boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
         boosted.booster.save_model(boosted.model, directory / f"{name}-model")
         later = train(case, boosted, 3, 3)
-        again = boost(case, 2, lazy=True, **given)  # type: ignore[arg-type]
+        again = boost(case, 2, lazy=True, **given)
         train(case, again, 7, 1)
         assert again.booster.load(directory / name, again.model, again.optimizer).step == 3
         assert train(case, again, 3, 3) == later
@@ -482,11 +509,17 @@ def begun_behind_padding(case: Case, seed: int) -> dict[str, torch.Tensor]:
     return batch | {"labels": labels}
 
 
-def sequences(directory: Path) -> None:
-    """Losses of families whose ranks divide sequences."""
+def divided_sequences(directory: Path) -> None:
+    """Losses of families whose ranks divide sequences, by how ranks meet."""
+    found = {"heads": _sequences(), "keys": _gathered_sequences(), "rings": _ring_sequences()}
+    write(directory, "divided_sequences", found)
+
+
+def _sequences() -> dict[str, Any]:
+    """Losses of families whose ranks exchange heads for tokens."""
     size = distributed.get_world_size()
     found = {}
-    for name in SOME_SEQUENCES if size == 2 else ("llama", "gpt2"):
+    for name in SOME_SEQUENCES[size]:
         case = FAMILIES[name]
         boosted = boost(case, sp_size=size)
         losses = [boosted.step(boosted.model(**padded(case, seed)).loss) for seed in range(STEPS)]
@@ -498,13 +531,13 @@ def sequences(directory: Path) -> None:
         found["in front"] = [
             boosted.step(boosted.model(**padded_in_front(case, seed)).loss) for seed in range(STEPS)
         ]
-    write(directory, "sequences", found)
+    return found
 
 
-def gathered_sequences(directory: Path) -> None:
+def _gathered_sequences() -> dict[str, Any]:
     """... whose ranks gather keys and values: heads need not be divided."""
     size, found = distributed.get_world_size(), {}
-    for name in SOME_GATHERED if size == 2 else ("llama", "three_heads"):
+    for name in SOME_GATHERED[size]:
         case = GATHERED[name]
         for given in ({}, {"activations": "recompute"}):
             boosted = boost(case, sp_size=size, sequence_parallelism_mode="all_gather", **given)  # type: ignore[arg-type]
@@ -516,7 +549,7 @@ def gathered_sequences(directory: Path) -> None:
     case = GATHERED["sinks" if size == 2 else "three_heads"]
     unpadded = boost(case, sp_size=size, sequence_parallelism_mode="all_gather")
     found["unpadded"] = train(case, unpadded, 0, 3)
-    write(directory, "gathered_sequences", found)
+    return found
 
 
 def packed(case: Case, seed: int) -> dict[str, Any]:
@@ -528,7 +561,7 @@ def packed(case: Case, seed: int) -> dict[str, Any]:
     return batch | {"position_ids": positions, "use_cache": False}
 
 
-def ring_sequences(directory: Path) -> None:
+def _ring_sequences() -> dict[str, Any]:
     """... among whom keys and values travel."""
     size = distributed.get_world_size()
     found: dict[str, Any] = {"padded": {}, "packed": {}}
@@ -539,29 +572,29 @@ def ring_sequences(directory: Path) -> None:
         assert of_all(losses) == [losses] * size
         return losses
 
-    for name in SOME_GATHERED if size == 2 else ("llama", "gpt2", "windows", "three_heads"):
+    for name in SOME_IN_RINGS[size]:
         found["padded"][name] = losses_of(GATHERED[name], padded)
-    for mode in get_args(castor.distributed.Mode):
+    for mode in PACKED[size]:
         given = {"sequence_parallelism_mode": mode}
         found["packed"][mode] = losses_of(FAMILIES["windows"], packed, **given)
     llama = FAMILIES["llama"]
     ample = boost(llama, sp_size=size, **RING)
     found["unpadded"] = train(llama, ample)
-    tight = int(
-        ample.report().peak_nonmodel_bytes
-        + 0.5 * sum(param.nbytes for param in ample.model.parameters())
-    )
-    boosted = boost(llama, sp_size=size, device_memory=tight, **RING)
-    assert train(llama, boosted) == found["unpadded"]
-    assert boosted.report().peak_device_bytes <= tight
+    if size == 2 or grids.WHOLE:
+        tight = int(
+            ample.report().peak_nonmodel_bytes
+            + 0.5 * sum(param.nbytes for param in ample.model.parameters())
+        )
+        boosted = boost(llama, sp_size=size, device_memory=tight, **RING)
+        assert train(llama, boosted) == found["unpadded"]
+        assert boosted.report().peak_device_bytes <= tight
     if size == 4:
         found["copies"] = _with_copies(llama, 2, sp_size=2, **RING)
         found["layers too"] = _with_copies(llama, 4, size=2, sp_size=2, **RING)
-        write(directory, "ring_sequences", found)
-        return
+        return found
     # Blocks recomputed, or kept elsewhere, have the same bits; with dropout they draw the same.
     dropout = gpt2_with_dropout()
-    for case in (FAMILIES["windows"], dropout):
+    for case in grids.some((FAMILIES["windows"], dropout), dropout):
         kept = losses_of(case, padded, 4)
         for where in ("recompute", "offload"):
             assert losses_of(case, padded, 4, activations=where) == kept
@@ -586,11 +619,9 @@ def ring_sequences(directory: Path) -> None:
         parts.optimizer,
     )
     found["criterion"] = done["loss"].item()
-    found["hidden"] = [
-        _hidden_states_are_all_tokens(mode) for mode in get_args(castor.distributed.Mode)
-    ]
+    found["hidden"] = [_hidden_states_are_all_tokens(mode) for mode in MODES]
     found["lengths"] = _lengths()
-    write(directory, "ring_sequences", found)
+    return found
 
 
 def _hidden_states_are_all_tokens(mode: str) -> bool:
@@ -653,7 +684,7 @@ def sequence_settings(directory: Path) -> None:
     """Losses of Llama with settings, whole forwards between, and two kinds of parallelism."""
     case, found = FAMILIES["llama"], {}
     ids = case.batch(0)["input_ids"]
-    for name, given in SEQUENCE_SETTINGS.items():
+    for name, given in SOME_SETTINGS[distributed.get_world_size()].items():
         if distributed.get_world_size() % (given.get("tp_size", 1) * 2):
             continue
         sharing = 2 * given.pop("tp_size", 1)
@@ -692,9 +723,9 @@ def sequence_settings(directory: Path) -> None:
 def activation_bytes(directory: Path) -> None:
     """Peaks of what is not the model, of long sequences, by how they are divided."""
     found = {}
-    case = decoder("long", hf.LlamaConfig, max_position_embeddings=1024)
+    case = decoder("long", hf.LlamaConfig, max_position_embeddings=256)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCABULARY, (2, 1024), generator=generator)
+    ids = torch.randint(3, VOCABULARY, (2, 256), generator=generator)
     for name, sizes in {
         "whole": {}, "sequences": {"sp_size": 2}, "ring": {"sp_size": 2} | RING,
         "layers": {"size": 2},
@@ -711,7 +742,7 @@ def divided_loss(directory: Path) -> None:
     """Losses of causal models, of which nobody has all logits."""
     found: dict[str, Any] = {}
     size = distributed.get_world_size()
-    for name in ("gpt2", "llama", "gemma2", "mixtral"):
+    for name in LOSSES_DIVIDED[size]:
         case = FAMILIES[name]
         boosted = boost(case, 2, sp_size=size // 2, parallel_output=True)
         assert boosted.model(**padded(case, 0)).logits is None

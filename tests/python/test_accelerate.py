@@ -1,8 +1,6 @@
 """Loops over accelerate.Accelerator, with castor and without."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
+import accelerate_cases
 import castor
 from castor.integrations import accelerate as integration
 from helpers import engine_of
@@ -339,64 +338,14 @@ def test_another_accelerator_than_is_known_is_refused(monkeypatch: pytest.Monkey
         integration.accelerator(Accelerator, plugin())
 
 
-SCRIPT = """
-import sys
-
-import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
-
-accelerator = Accelerator(cpu=True, project_dir=sys.argv[1],
-                          gradient_accumulation_steps=int(sys.argv[2]))
-set_seed(5)
-config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
-                     num_attention_heads=4, num_key_value_heads=2)
-model = LlamaForCausalLM(config)
-tokens = torch.randint(0, 64, (64, 8), generator=torch.Generator().manual_seed(1))
-data = [{"input_ids": row, "labels": row} for row in tokens]
-loader = DataLoader(data, batch_size=2, shuffle=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-losses = []
-for batch in loader:
-    with accelerator.accumulate(model):
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    losses.append(accelerator.gather(loss.detach()).mean().item())
-accelerator.save_state(sys.argv[1] + "/state")
-accelerator.wait_for_everyone()
-accelerator.load_state(sys.argv[1] + "/state")
-accelerator.save_model(model, sys.argv[1])
-if accelerator.is_main_process:
-    torch.save(losses, sys.argv[1] + "/losses.pt")
-    print("done on", accelerator.num_processes, type(model).__name__)
-"""
-
-
-def run_script(directory: Path, *command: str) -> str:
-    (directory / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=directory, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_a_script_as_it_is_trains_under_castor_run(ranks: int, tmp_path: Path) -> None:
-    processes = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks))
-    plain = run_script(tmp_path, *processes, "train.py", "plain", "2")
-    assert plain.splitlines()[-1] == f"done on {ranks} DistributedDataParallel"
-    settings = ("--device-memory", "300KiB", "--set", "host_memory=64MiB")
-    launch = ("-m", "castor", "run", "--nproc", str(ranks), *settings)
-    output = run_script(tmp_path, *launch, "train.py", "own", "2")
-    assert output.splitlines()[-1] == f"done on {ranks} DistributedDataParallel"
+    accelerate_cases.plain(tmp_path / "plain", ranks)
+    (tmp_path / "castor.yaml").write_text("device_memory: 300KiB\nhost_memory: 64MiB\n")
+    config = ("--config", str(tmp_path / "castor.yaml"))
+    output = accelerate_cases.under_castor_run(tmp_path / "own", ranks, *config)
+    said = f"done on {ranks} DistributedDataParallel", "grouped at exit: False"
+    assert output.splitlines()[-2:] == list(said)
     assert (tmp_path / "own" / "castor.json").exists()
     losses = torch.load(tmp_path / "own" / "losses.pt")
     assert losses == pytest.approx(torch.load(tmp_path / "plain" / "losses.pt"), rel=1e-5)

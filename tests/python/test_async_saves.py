@@ -4,7 +4,6 @@ import errno
 import mmap
 import os
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -25,6 +24,7 @@ from castor.checkpoint import background, files, reading
 from castor.checkpoint.pace import Pace
 from castor.runtime.engine import engine_of
 from helpers import FORMATS_AND_OVERLAPS, Boosted, boost, copies, equal, plugin
+from rank_processes import run_python
 from stored_tower import WIDTH, wide
 from zoo import CASES, tower, tower_batch
 
@@ -105,6 +105,13 @@ def forward(boosted: Boosted, seed: int, **size: int) -> torch.Tensor:
 
 def step(boosted: Boosted, seed: int, **size: int) -> float:
     return boosted.step(forward(boosted, seed, **size))
+
+
+def run_script(script: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, of that directory, where its file is, and more."""
+    file = directory / "script.py"
+    file.write_text(textwrap.dedent(script))
+    return run_python(file, directory, *arguments, timeout=120)
 
 
 # --- the bytes of the moment ----------------------------------------------------------------------
@@ -243,8 +250,7 @@ def test_memory_that_the_kernel_refuses_is_done_without(tmp_path: Path) -> None:
         step()
         booster.wait_for_saves()
     """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_script(script, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
 
@@ -701,14 +707,13 @@ SCRIPT = """
 
 @pytest.mark.parametrize("disk", ["slow", "full"])
 def test_the_end_of_a_process_waits_and_says_what_was_lost(disk: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), disk]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_script(SCRIPT, tmp_path, disk)
     if disk == "slow":
         assert (done.returncode, done.stderr) == (0, "")
         BOOSTER.load_model(nn.Linear(8, 8), tmp_path / "m")
     else:
         assert f"cannot write {tmp_path / 'm'}: No space left on device" in done.stderr
-        assert not list(tmp_path.iterdir())
+        assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
 def test_a_forked_child_knows_nothing_of_the_save(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ def born(folder: Path, building: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("building", ["config", "bf16", "from_pretrained"])
+@pytest.mark.parametrize(
+    "building", [pytest.param("config", marks=pytest.mark.whole), "bf16", "from_pretrained"]
+)
 def test_a_model_born_on_nvme_takes_no_more_than_the_budgets(building: str, tmp_path: Path) -> None:
     eager = born_on_nvme.build("bf16" if building == "bf16" else "config", tmp_path)
     if building == "from_pretrained":

@@ -2,13 +2,14 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from rank_processes import run_python
 
 SCRIPT = """
 import atexit
@@ -57,16 +58,14 @@ TRAINING = (
 SETTINGS = {"device_memory": "400KiB", "host_memory": "64MiB", "chunk_bytes": "16KiB"}
 
 
-def run(directory: Path, *arguments: str, castor: bool = True) -> subprocess.CompletedProcess[str]:
-    (directory / "train.py").write_text(SCRIPT)
-    command = ["-m", "castor", "run"] if castor else []
-    return subprocess.run(
-        [sys.executable, *command, *arguments],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+@pytest.fixture(autouse=True)
+def _where_the_script_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "castor", "run", *arguments)
 
 
 def trained(directory: Path, output: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -81,23 +80,27 @@ def assert_close(found: Any, expected: Any) -> None:
         assert (value - expected[1][name]).norm() <= 1e-5 * expected[1][name].norm()
 
 
-def test_a_script_as_it_is_trains_in_a_budget_and_its_settings_are_kept(tmp_path: Path) -> None:
-    plain = run(tmp_path, "train.py", "--output_dir", "plain", *TRAINING, castor=False)
-    assert plain.returncode == 0, plain.stderr
-    expected = trained(tmp_path, "plain")
-
+def trains_in_a_budget() -> None:
     options = [f"--set={name}={value}" for name, value in SETTINGS.items() if "device" not in name]
     own = ("train.py", "--output_dir", "own", *TRAINING)
-    first = run(tmp_path, "--device-memory", SETTINGS["device_memory"], *options, *own)
+    first = run("--device-memory", SETTINGS["device_memory"], *options, *own)
     assert first.returncode == 0, first.stderr
     assert "done as __main__ train.py False" in first.stdout
-    assert_close(trained(tmp_path, "own"), expected)
+
+
+def test_a_script_as_it_is_trains_in_a_budget_and_its_settings_are_kept(tmp_path: Path) -> None:
+    plain = run_python("train.py", "--output_dir", "plain", *TRAINING)
+    assert plain.returncode == 0, plain.stderr
+    trains_in_a_budget()
+    assert_close(trained(tmp_path, "own"), trained(tmp_path, "plain"))
     kept = json.loads((tmp_path / "own" / "castor.json").read_text())
     assert kept == SETTINGS | {"precision": "fp32", "device": "cpu"}
 
-    again = run(
-        tmp_path, "--config", "own/castor.json", "-m", "train", "--output_dir", "again", *TRAINING
-    )
+
+@pytest.mark.whole
+def test_the_kept_settings_train_a_module_to_the_same_bits(tmp_path: Path) -> None:
+    trains_in_a_budget()
+    again = run("--config", "own/castor.json", "-m", "train", "--output_dir", "again", *TRAINING)
     assert again.returncode == 0, again.stderr
     first_loss, first_weights = trained(tmp_path, "own")
     loss, weights = trained(tmp_path, "again")
@@ -116,28 +119,27 @@ def test_idle_openmp_threads_sleep_soon_unless_the_user_says_otherwise(
         monkeypatch.setenv(name, value)
     script = f"import os\nprint({{n: os.environ[n] for n in {names} if n in os.environ}})\n"
     (tmp_path / "wait.py").write_text(script)
-    found = subprocess.run(
-        [sys.executable, "-m", "castor", "run", "wait.py"],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    found = run("wait.py")
+    assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == str(given or {"GOMP_SPINCOUNT": "1000"})
 
 
+@pytest.mark.whole
 def test_a_script_as_it_is_trains_on_several_ranks(tmp_path: Path) -> None:
     (tmp_path / "castor.yaml").write_text("device_memory: 400KiB\nhost_memory: 64MiB\n")
     own = ("train.py", "--output_dir", "ranks", *TRAINING)
-    done = run(tmp_path, "--config", "castor.yaml", "--nproc", "2", *own)
+    done = run("--config", "castor.yaml", "--nproc", "2", *own)
     assert done.returncode == 0, done.stderr
     assert "done as __main__ train.py True\ngrouped at exit: False" in done.stdout
     more = ("--gradient_accumulation_steps", "2")
-    plain = run(tmp_path, "train.py", "--output_dir", "plain", *TRAINING, *more, castor=False)
+    plain = run_python("train.py", "--output_dir", "plain", *TRAINING, *more)
     assert plain.returncode == 0, plain.stderr
     assert_close(trained(tmp_path, "ranks"), trained(tmp_path, "plain"))
 
 
 def test_a_script_that_trains_nothing_is_told(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("print('ran')")
-    done = run(tmp_path, "--device-memory", "1MiB", "other.py")
+    done = run_python("-m", "castor.integrations.script", '{"device_memory": "1MiB"}', "other.py")
     assert done.returncode == 1
     assert done.stdout == "ran\n"
     assert "castor trained nothing: in this script no model was called" in done.stderr
@@ -156,12 +158,12 @@ def test_settings_that_cannot_be_read_are_named(
     name: str, text: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_text(text)
-    done = run(tmp_path, "--config", name, "train.py", "--output_dir", "own", *TRAINING)
+    done = run("--config", name, "train.py", "--output_dir", "own", *TRAINING)
     assert done.returncode == 1
     assert message in done.stderr
 
 
-def test_a_setting_without_a_value_is_named(tmp_path: Path) -> None:
-    done = run(tmp_path, "--set", "precision", "train.py")
+def test_a_setting_without_a_value_is_named() -> None:
+    done = run("--set", "precision", "train.py")
     assert done.returncode == 1
     assert "--set precision: give NAME=VALUE" in done.stderr

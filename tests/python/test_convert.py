@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -593,20 +592,22 @@ def test_a_disk_that_fails_at_any_sync_leaves_nothing(
 
 
 def test_a_kill_leaves_nothing_under_the_targets_name(tmp_path: Path, gpt2_run: Path) -> None:
-    script = (
+    script = tmp_path / "script.py"
+    script.write_text(
         "import os, signal, sys\n"
         "from pathlib import Path\n"
         "from castor.checkpoint import convert, torch_layout\n"
         "torch_layout.seal_part = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), 'dcp')\n"
     )
-    target = tmp_path / "t"
-    done = subprocess.run([sys.executable, "-c", script, gpt2_run, target], check=False)
+    target = tmp_path / "targets" / "t"
+    target.parent.mkdir()
+    done = run_python(script, gpt2_run, target)
     assert done.returncode == -signal.SIGKILL
     assert not target.exists()
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(target.parent.iterdir())) == 1
     convert(gpt2_run, target, "dcp")
-    assert only(tmp_path, "t")
+    assert only(target.parent, "t")
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -646,12 +647,12 @@ def test_memory_is_that_of_a_few_tensors(
     layout: Layout,
     tmp_path: Path,
 ) -> None:
-    """32 tensors of 4 MiB: memory that the kernel cannot take back grows by that of six.
+    """16 tensors of 4 MiB: memory that the kernel cannot take back grows by that of six.
 
     Rounding has the exact tensor and the rounded one; torch's reader bytes, box and whole of one.
     The least of two: on a busy machine malloc sometimes keeps a freed tensor in another arena.
     """
-    tensors = {f"layers.{i}.weight": torch.full((2**20,), float(i)) for i in range(32)}
+    tensors = {f"layers.{i}.weight": torch.full((2**20,), float(i)) for i in range(16)}
     if layout == "castor":
         state = {"step": torch.tensor(1.0), "exp_avg": tensors["layers.0.weight"]}
         document = {
@@ -673,14 +674,17 @@ def test_memory_is_that_of_a_few_tensors(
     save_file({"w": torch.ones(2**16)}, tmp_path / "w.safetensors")
     small = "dcp" if layout == "castor" else layout
     convert(tmp_path / "w.safetensors", warm, small, dtype=dtype)
-    grown = []
+    most = 6 * 4 * 2**20 + 2**20
+    grown: list[int] = []
     for name in ("t", "again"):
+        if grown and grown[0] < most:
+            break
         ctypes.CDLL(None).malloc_trim(0)  # what is free already would be taken again unseen
         before = anonymous_bytes()
         with sampled() as peak:
             convert(source, tmp_path / name, layout, dtype=dtype)
         grown.append(peak() - before)
-    assert min(grown) < 6 * 4 * 2**20 + 2**20
+    assert min(grown) < most
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def on_gpu(model: nn.Module, memory: int | str = GIB, **settings: Any) -> Booste
     return boost(model, memory, **settings)
 
 
-def train(boosted: Boosted, case: Case, steps: int = 6) -> list[float]:
+def train(boosted: Boosted, case: Case, steps: int = 4) -> list[float]:
     losses = []
     for seed in range(steps):
         batch = on_device_of(boosted, case.batch(seed))
@@ -115,7 +115,7 @@ def train(boosted: Boosted, case: Case, steps: int = 6) -> list[float]:
     return losses
 
 
-def train_plain(model: nn.Module, case: Case, device: torch.device, steps: int = 6) -> list[float]:
+def train_plain(model: nn.Module, case: Case, device: torch.device, steps: int = 4) -> list[float]:
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     losses = []
@@ -194,7 +194,7 @@ def test_the_gpu_trains_as_the_cpu_device(gpu: Accelerator, name: str) -> None:
     reference = boost(case.model(), max_norm=1.0)
     expected = [
         reference.step(case.loss(reference.model(**(batch := case.batch(seed))), batch))
-        for seed in range(6)
+        for seed in range(4)
     ]
     boosted = on_gpu(case.model(), max_norm=1.0)
     assert_close_losses(train(boosted, case), expected, 10 * FP32_TOLERANCE)

@@ -1,8 +1,7 @@
 """Loops in DistributedDataParallel, under castor: as torch's class trains them, or a refusal."""
 
+import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import simulated_gpu
 from castor.integrations.common import boosted
 from castor.integrations.data_parallel import _shares_buffers
 from rank_processes import found_by_each
+from script_ranks import UNDER_CASTOR, run_ranks
 from simulated import compute_on_gpu
 
 SCRIPT = Path(__file__).parent / "data_parallel_script.py"
@@ -62,25 +62,21 @@ def test_ranks_whose_data_has_ended_go_along(tmp_path: Path) -> None:
                     assert own[part] == pytest.approx(plain[part], rel=1e-4, abs=1e-5), name
 
 
-def run(directory: Path, *launcher: str, tries: int = 1) -> tuple[str, list[Any]]:
+def run(directory: Path, *command: str, tries: int = 1) -> tuple[str, list[Any]]:
     directory.mkdir()
     for _ in range(tries):
-        done = subprocess.run(
-            [sys.executable, *launcher, str(SCRIPT), str(directory)],
-            cwd=directory, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        if TORCHS_ABORT not in done.stderr:
+        outcomes = run_ranks(directory, 2, *command, str(SCRIPT), str(directory))
+        if not any(TORCHS_ABORT in outcome.errors for outcome in outcomes):
             break
-    assert done.returncode == 0, done.stderr
-    return done.stdout, [torch.load(directory / f"rank{rank}.pt") for rank in range(2)]
+    assert not any(outcome.code for outcome in outcomes), outcomes
+    return outcomes[0].output, [torch.load(directory / f"rank{rank}.pt") for rank in range(2)]
 
 
 def test_a_script_as_it_is_trains_on_several_ranks(tmp_path: Path) -> None:
-    settings = ("--set", "device=cpu", "--device-memory", "200KiB", "--set", "host_memory=64MiB")
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    said, expected = run(tmp_path / "plain", *torchrun, tries=3)
+    settings = {"device": "cpu", "device_memory": "200KiB", "host_memory": "64MiB"}
+    said, expected = run(tmp_path / "plain", tries=3)
     assert said == "trained DistributedDataParallel True\n"
-    told, found = run(tmp_path / "own", "-m", "castor", "run", *settings, "--nproc", "2")
+    told, found = run(tmp_path / "own", *UNDER_CASTOR, json.dumps(settings))
     assert told == said
     for theirs, ours in zip(expected, found, strict=True):
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)

@@ -1,5 +1,6 @@
 """LoRA of PEFT where ranks divide layers, experts, sequences and stages."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,25 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    directories = {size: tmp_path_factory.mktemp(f"adapters{size}") for size in (2, 4)}
-    return {
-        size: (directory, found(adapter_cases.trained, size, directory))
-        for size, directory in directories.items()
-    }
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def of(size: int) -> tuple[Path, Any]:
+        directory = tmp_path_factory.mktemp(f"adapters{size}")
+        return directory, found(adapter_cases.trained, size, directory)
+
+    return of
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_losses_are_plain_pytorchs(name: str, divided: dict[int, Any]) -> None:
-    losses, expected = divided[WAYS[name].ranks][1][name]
+def test_losses_are_plain_pytorchs(name: str, divided: Any) -> None:
+    losses, expected = divided(WAYS[name].ranks)[1][name]
     assert losses == pytest.approx(expected, rel=LOSS)
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_files_are_those_of_one_process(name: str, divided: dict[int, Any], tmp_path: Path) -> None:
+def test_files_are_those_of_one_process(name: str, divided: Any, tmp_path: Path) -> None:
     way = WAYS[name]
-    directory, _ = divided[way.ranks]
+    directory, _ = divided(way.ranks)
     alone = way.boost(adam, whole=True)
     run = directory / name
     assert alone.booster.load(run, alone.model, alone.optimizer).step == STEPS

@@ -6,13 +6,9 @@ from typing import Any
 import pytest
 
 import division_cases
-from division_cases import AUTO
+from division_cases import APART, AUTO, BUDGETS
 from rank_processes import found, found_by_each, of_sizes
 from tensor_cases import LOSS
-
-SETTINGS = (
-    "ample", "tight", "least", "nvme", "lazy", "ample by default", "tight by default",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +22,7 @@ def test_losses_are_plain_pytorchs(name: str, divided: Any) -> None:
     assert losses == pytest.approx(expected, rel=LOSS)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", BUDGETS)
 @pytest.mark.parametrize("name", AUTO)
 def test_ranks_that_share_blocks_decide_alike(name: str, setting: str, divided: Any) -> None:
     way = AUTO[name]
@@ -49,7 +45,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found(division_cases.auto_apart, 2, tmp_path_factory.mktemp("apart"))
 
 
-@pytest.mark.parametrize("name", ["layers", "experts", "ring"])
+@pytest.mark.parametrize("name", APART)
 def test_the_rank_with_the_least_room_decides(name: str, apart: Any) -> None:
     first, second = apart[f"{name}, budgets"]
     assert first == second
@@ -57,13 +53,13 @@ def test_the_rank_with_the_least_room_decides(name: str, apart: Any) -> None:
     assert apart[f"{name}, before"] == [[first[0], 0, 0]] * 2
 
 
-@pytest.mark.parametrize("name", ["layers", "experts", "ring"])
+@pytest.mark.parametrize("name", APART)
 def test_a_rank_that_runs_short_has_all_recompute(name: str, apart: Any) -> None:
     first, second = apart[f"{name}, held"]
     assert first == second == 1  # the step left its plan, and went on
 
 
-@pytest.mark.parametrize("name", ["layers", "experts", "ring"])
+@pytest.mark.parametrize("name", APART)
 def test_a_larger_batch_of_one_rank_is_a_profile_of_all(name: str, apart: Any) -> None:
     first, second = apart[f"{name}, larger"]
     assert first == second

@@ -1,5 +1,6 @@
 """SGD and Lion where ranks divide layers, experts, sequences and stages."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,26 @@ CASES = [(way, rule) for way in RULED for rule in RULES]
 
 
 @pytest.fixture(scope="module")
-def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    directories = {size: tmp_path_factory.mktemp(f"rules{size}") for size in (2, 4)}
-    return {
-        size: (directory, found(division_cases.rules, size, directory))
-        for size, directory in directories.items()
-    }
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def of(size: int) -> tuple[Path, Any]:
+        directory = tmp_path_factory.mktemp(f"rules{size}")
+        return directory, found(division_cases.rules, size, directory)
+
+    return of
 
 
 @pytest.mark.parametrize(("name", "rule"), CASES)
-def test_losses_are_plain_pytorchs(name: str, rule: str, divided: dict[int, Any]) -> None:
-    losses, expected = divided[RULED[name].ranks][1][f"{name}: {rule}"]
+def test_losses_are_plain_pytorchs(name: str, rule: str, divided: Any) -> None:
+    losses, expected = divided(RULED[name].ranks)[1][f"{name}: {rule}"]
     # Lion steps by signs: a sum in another order moves a weight the other way.
     assert losses == pytest.approx(expected, rel=1e-4 if rule == "lion" else LOSS)
 
 
 @pytest.mark.parametrize("name", RULED)
-def test_files_are_those_of_one_process(name: str, divided: dict[int, Any], tmp_path: Path) -> None:
+def test_files_are_those_of_one_process(name: str, divided: Any, tmp_path: Path) -> None:
     way = RULED[name]
-    directory, _ = divided[way.ranks]
+    directory, _ = divided(way.ranks)
     for rule in ("momentum", "lion"):
         alone = way.boost(RULES[rule], whole=True)
         run = directory / f"{name}-{rule}"
@@ -42,7 +44,7 @@ def test_files_are_those_of_one_process(name: str, divided: dict[int, Any], tmp_
         assert_same_files(tmp_path / rule, run)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", sorted({way.ranks for way in RULED.values()}))
 def test_a_run_of_one_process_goes_on_divided(size: int, tmp_path: Path) -> None:
     ways = {name: way for name, way in RULED.items() if way.ranks == size}
     for name, way in ways.items():

@@ -10,13 +10,11 @@ import torch
 import castor
 import divided_save_cases
 from castor.distributed.shard_spec import ShardSpec
-from divided_save_cases import CASES, DIVIDED
+from divided_save_cases import BESIDE, CASES, DIVIDED
 from rank_processes import found_by_each, run, succeeded
 from test_async_saves import contents
 
 pytestmark = pytest.mark.slow
-
-OF_TWO, OF_FOUR = list(CASES[2]), list(CASES[4])
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +39,13 @@ def _check(size: int, name: str, path: Path, again: Path) -> None:
 
 
 @pytest.mark.parametrize("saved", [2], indirect=True)
-@pytest.mark.parametrize("name", OF_TWO)
+@pytest.mark.parametrize("name", BESIDE[2])
 def test_two_ranks_write_what_one_process_writes(name: str, saved: Path, tmp_path: Path) -> None:
     _check(2, name, saved / name, tmp_path)
 
 
 @pytest.mark.parametrize("saved", [4], indirect=True)
-@pytest.mark.parametrize("name", OF_FOUR)
+@pytest.mark.parametrize("name", BESIDE[4])
 def test_four_ranks_write_what_one_process_writes(name: str, saved: Path, tmp_path: Path) -> None:
     _check(4, name, saved / name, tmp_path)
 

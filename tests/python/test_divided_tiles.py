@@ -1,5 +1,6 @@
 """Logits in tiles where ranks divide the vocabulary; moments in blocks where they divide all."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,19 @@ def test_a_rank_never_has_all_rows_of_its_logits(tiled: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def in_blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    directories = {size: tmp_path_factory.mktemp(f"int8-{size}") for size in (2, 4)}
-    return {size: (d, found(division_cases.int8, size, d)) for size, d in directories.items()}
+def in_blocks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def of(size: int) -> tuple[Path, Any]:
+        directory = tmp_path_factory.mktemp(f"int8-{size}")
+        return directory, found(division_cases.int8, size, directory)
+
+    return of
 
 
 @pytest.mark.parametrize("name", IN_BLOCKS)
-def test_moments_of_8_bits_in_parts(name: str, in_blocks: dict[int, Any], tmp_path: Path) -> None:
+def test_moments_of_8_bits_in_parts(name: str, in_blocks: Any, tmp_path: Path) -> None:
     way = IN_BLOCKS[name]
-    directory, seen = in_blocks[way.ranks]
+    directory, seen = in_blocks(way.ranks)
     losses, expected = seen[name]
     assert losses == pytest.approx(expected, rel=5e-3)
     alone = way.boost(adam, whole=True, **INT8)
@@ -58,8 +63,8 @@ def test_moments_of_8_bits_in_parts(name: str, in_blocks: dict[int, Any], tmp_pa
     assert_same_files(tmp_path / "again", directory / name)
 
 
-def test_parts_that_are_no_whole_blocks_are_named(in_blocks: dict[int, Any]) -> None:
-    for said in in_blocks[2][1]["narrow"]:
+def test_parts_that_are_no_whole_blocks_are_named(in_blocks: Any) -> None:
+    for said in in_blocks(2)[1]["narrow"]:
         assert said.startswith("NotImplementedError: optim_state_format='split_int8' rounds")
         assert "'model.layers.0.self_attn.q_proj.weight' on 2 ranks, (24, 48) of (48, 48)" in said
 

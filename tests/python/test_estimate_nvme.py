@@ -191,7 +191,13 @@ def test_steps_that_read_weights_from_nvme_move_what_is_predicted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state_format", get_args(StateFormat))
+@pytest.mark.parametrize(
+    "state_format",
+    [
+        pytest.param(name, marks=() if name in ("fp32", "split_int8") else pytest.mark.whole)
+        for name in get_args(StateFormat)
+    ],
+)
 def test_the_table_of_the_guide_holds(tmp_path: Path, state_format: Any) -> None:
     row = re.search(rf"^\| `{state_format}` \|(( \S+ (GiB|s) \|){{4}})$", GUIDE, re.MULTILINE)
     assert row is not None

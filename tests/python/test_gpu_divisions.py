@@ -118,8 +118,13 @@ def test_what_gpus_write_the_cpu_device_goes_on_with(
 
 @pytest.mark.parametrize(
     ("kind", "phase"),
-    [("tp_size", "forward"), ("ring_attn", "backward"), ("split_gather", "backward"),
-     ("pp_size", "forward"), ("pp_size", "backward"), ("pp_size", "weights")],
+    [
+        ("tp_size", "forward"),
+        *(pytest.param(kind, "backward", marks=pytest.mark.whole)
+          for kind in ("ring_attn", "split_gather", "pp_size")),
+        pytest.param("pp_size", "forward", marks=pytest.mark.whole),
+        ("pp_size", "weights"),
+    ],
 )  # fmt: skip
 def test_a_rank_that_is_killed_is_named(
     kind: str, phase: str, simgpu: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -18,7 +18,8 @@ import gpu_rank_cases
 import rank_cases
 import simulated_gpu
 from castor.plugins import machine
-from gpu_rank_cases import CLOSE, EXACT, ON_FOUR
+from gpu_rank_cases import EXACT, ON_FOUR, SOME_CLOSE, SOME_EXACT
+from grids import some
 from rank_processes import run, succeeded
 
 pytestmark = pytest.mark.slow
@@ -78,14 +79,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def _cases(device: str, size: int, alone: bool) -> list[str]:
     """Those that are compared."""
-    cases = list(EXACT) if alone else [*EXACT, *CLOSE]
     if device == "cuda":
         return list(ON_A_REAL_ONE)
-    return [name for name in cases if size == 2 or name in ON_FOUR]
+    cases = [*SOME_EXACT, *SOME_CLOSE] if size == 2 else ON_FOUR
+    return [name for name in cases if name in EXACT or not alone]
 
 
 ON_A_REAL_ONE = ("ample", "tight", "one rank tight", "all on the device")
-SIZES = [*((2, name) for name in EXACT), *((4, name) for name in ON_FOUR if name in EXACT)]
+SIZES = [*((2, name) for name in SOME_EXACT), *((4, name) for name in ON_FOUR if name in EXACT)]
 
 
 @pytest.mark.parametrize(("size", "name"), SIZES)
@@ -113,7 +114,7 @@ def test_weights_have_the_bits_of_one_process_on_a_real_gpu(
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [*((2, name) for name in EXACT | CLOSE), *((4, name) for name in ON_FOUR)],
+    [*((2, name) for name in (*SOME_EXACT, *SOME_CLOSE)), *((4, name) for name in ON_FOUR)],
 )
 def test_weights_and_losses_have_the_bits_of_ranks_on_the_cpu_device(
     size: int, name: str, simgpu: str, trained: Any
@@ -181,19 +182,18 @@ def test_gradients_that_are_not_finite_on_one_rank_skip_the_step_on_all(
         assert lines == skipped
 
 
-@pytest.mark.parametrize("scenario", [gpu_rank_cases.edits, gpu_rank_cases.clips])
 def test_what_a_loop_writes_and_reads_itself_is_what_it_is_on_the_cpu_device(
-    scenario: Callable[[Path], None], simgpu: str, on: Callable[[str], None], tmp_path: Path
+    simgpu: str, on: Callable[[str], None], tmp_path: Path
 ) -> None:
     for device in (CPU, simgpu):
         on(device)
         (tmp_path / device).mkdir(exist_ok=True)
-        succeeded(run(scenario, 2, tmp_path / device))
+        succeeded(run(gpu_rank_cases.edits_and_clips, 2, tmp_path / device))
     for path in tmp_path.glob("*.pt"):
         expected, _ = torch.load(path)
         found, _ = torch.load(tmp_path / simgpu / path.name)
         assert all(map(torch.equal, found, expected))
-    assert len(list(tmp_path.glob("*.pt"))) == 4
+    assert len(list(tmp_path.glob("*.pt"))) == 8
 
 
 @pytest.fixture
@@ -215,14 +215,17 @@ def test_a_checkpoint_of_two_goes_on_on_other_numbers_of_ranks_and_the_cpu_devic
     went_on = {}
     for device in (os.environ["CASTOR_TEST_DEVICE"], CPU):
         on(device)
-        for size in (1, 3):
+        for size in some((1, 3), 3):
             assert succeeded(run(rank_cases.loads, size, saved)) == ["3\n"] * size
             went_on[device, size] = torch.load(saved / f"loaded.{size - 1}.pt")
     for (_, size), weights in went_on.items():
         assert all(map(torch.equal, weights, went_on[CPU, size]))
 
 
-@pytest.mark.parametrize(("phase", "victim"), [("backward", 0), ("step", 1), ("save", 1)])
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [("backward", 0), pytest.param("step", 1, marks=pytest.mark.whole), ("save", 1)],
+)
 def test_a_rank_that_is_killed_is_named(
     phase: str, victim: int, simgpu: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -265,10 +268,9 @@ def test_ranks_with_parts_of_a_model_on_one_gpu_are_named(simgpu: str, tmp_path:
 
 def test_what_gpus_do_not_share_yet_is_named(simgpu: str, tmp_path: Path) -> None:
     del simgpu
-    for output in succeeded(run(gpu_rank_cases.stage_2, 2, tmp_path)):
-        assert "NotImplementedError: stage=2 keeps gradients once" in output
-    for output in succeeded(run(gpu_rank_cases.copies_of_weights, 2, tmp_path)):
+    for output in succeeded(run(gpu_rank_cases.not_shared, 2, tmp_path)):
         assert "NotImplementedError: extra_dp_size=2 says how many copies" in output
+        assert "NotImplementedError: stage=2 keeps gradients once" in output
 
 
 @pytest.mark.parametrize(

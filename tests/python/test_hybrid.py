@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import castor
+import grids
 from castor.runtime.engine import engine_of
 from helpers import (
     FORMATS,
@@ -31,6 +32,12 @@ OF_THE_CPU_DEVICE = pytest.mark.cpu_device(
     "a GPU has no optimizers without kernels, no views of moments and no arrays"
 )
 STAY = {"gpu_margin_mem_ratio": 0.0}
+WAYS = grids.some(
+    tuple(itertools.product(("none", "forward"), (None, "200MB/s"))),
+    ("none", None),
+    ("forward", "200MB/s"),
+)
+"""Overlaps and links."""
 BACKWARD = {"nonfinite": "ignore", "enable_gradient_accumulation": False, "overlap": "backward"}
 
 
@@ -112,7 +119,7 @@ def test_promotion_changes_no_bit(
     expected = train(gpt2(**STAY, **settings), accumulate=accumulate)
     assert expected.report().resident_chunks == 0
     peak = expected.report().peak_device_bytes
-    for overlap, link in itertools.product(("none", "forward"), (None, "200MB/s")):
+    for overlap, link in WAYS:
         for memory in (2 * peak, 2**30):
             boosted = gpt2(memory=memory, overlap=overlap, link_bandwidth=link, **settings)
             assert_same(train(boosted, accumulate=accumulate), expected)

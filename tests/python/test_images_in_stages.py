@@ -1,6 +1,5 @@
 """Image models in stages: patches of images are tokens behind one of their own."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,18 @@ import transformers as hf
 
 import image_stage_cases
 from castor.estimate.simulated_rank import SimulatedModel
-from image_stage_cases import CONFIG, FLOATING, OBLONG, STEPS, STYLES, VIT, interpolated, pooled
+from image_stage_cases import (
+    CONFIG,
+    FLOATING,
+    KINDS,
+    OBLONG,
+    STEPS,
+    TRAINED,
+    UNCHANGED,
+    VIT,
+    interpolated,
+    pooled,
+)
 from pipeline_cases import MICROBATCHES, batch
 from pipeline_cases import plain as plain_losses
 from rank_processes import found, found_by_each
@@ -20,7 +30,6 @@ from zoo import Case
 CASES = {case.name: case for case in (VIT, OBLONG)}
 
 
-@cache
 def plain(name: str) -> list[float]:
     return plain_losses(CASES[name], STEPS)
 
@@ -31,19 +40,18 @@ def schedules(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return directory, found(image_stage_cases.schedules, 2, directory)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", CASES)
-def test_losses_are_plain_pytorchs(name: str, style: str, schedules: Any) -> None:
-    for losses in schedules[1][f"{name} {style}"]:
-        assert losses == pytest.approx(plain(name), rel=LOSS)
+@pytest.mark.parametrize("trained", TRAINED)
+def test_losses_are_plain_pytorchs(trained: str, schedules: Any) -> None:
+    for losses in schedules[1][trained]:
+        assert losses == pytest.approx(plain(trained.split()[0]), rel=LOSS)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", CASES)
-def test_all_ranks_have_the_outputs_of_a_call(name: str, style: str, schedules: Any) -> None:
+@pytest.mark.parametrize("trained", TRAINED)
+def test_all_ranks_have_the_outputs_of_a_call(trained: str, schedules: Any) -> None:
+    name = trained.split()[0]
     with torch.no_grad():
         outputs = CASES[name].model()(**batch(CASES[name], 0))
-    for loss, logits in schedules[1][f"{name} {style} called"]:
+    for loss, logits in schedules[1][f"{trained} called"]:
         assert loss == pytest.approx(outputs.loss.item(), rel=1e-6)
         assert torch.allclose(torch.tensor(logits), outputs.logits, atol=1e-5)
 
@@ -51,11 +59,10 @@ def test_all_ranks_have_the_outputs_of_a_call(name: str, style: str, schedules: 
 @pytest.mark.parametrize("name", CASES)
 def test_files_depend_on_no_schedule(name: str, schedules: Any) -> None:
     directory, _ = schedules
-    written = [
-        (directory / f"{name}-{style}" / "model.safetensors").read_bytes() for style in STYLES
-    ]
-    assert written == written[:1] * len(STYLES)
-    model = hf.ViTForImageClassification.from_pretrained(directory / f"{name}-zbv")
+    paths = [directory / trained for trained in TRAINED if trained.startswith(f"{name} ")]
+    written = [(path / "model.safetensors").read_bytes() for path in paths]
+    assert written == written[:1] * len(written)
+    model = hf.ViTForImageClassification.from_pretrained(paths[-1])
     with torch.no_grad():
         later = model(**batch(CASES[name], STEPS - 1)).loss.item()
     assert later < plain(name)[-1]  # it has learnt from these
@@ -66,7 +73,7 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found(image_stage_cases.uses, 2, tmp_path_factory.mktemp("uses"))
 
 
-@pytest.mark.parametrize("setting", ["ample v", "tight", "tight v", "recompute", "offload", "lazy"])
+@pytest.mark.parametrize("setting", UNCHANGED)
 def test_settings_change_nothing(setting: str, uses: Any) -> None:
     assert uses[setting] == uses["ample"]
     assert uses["ample"] == pytest.approx(plain("vit4"), rel=LOSS)
@@ -107,7 +114,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found(image_stage_cases.composed, 4, tmp_path_factory.mktemp("composed"))
 
 
-@pytest.mark.parametrize("kind", ["tp 2", "tp 2, zbv", "pp 4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_stages_go_with_divided_layers(kind: str, composed: Any) -> None:
     for losses in composed[kind]:
         assert losses == pytest.approx(plain("vit4"), rel=LOSS)

@@ -1,15 +1,12 @@
 """How many ranks a process finds on its machine, by what has started it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import launch_cases
 from castor.runtime.launched import launched_size, rank_of_node, ranks_of_node
-from rank_processes import run, succeeded
+from rank_processes import run, run_python, succeeded
 
 TORCH = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SLURM = {
@@ -58,16 +55,12 @@ def test_ranks_of_a_machine_that_were_told_of_none_warn(tmp_path: Path) -> None:
         assert "Set LOCAL_WORLD_SIZE=2, and LOCAL_RANK from 0 to 1" in output
 
 
-def test_processes_that_a_script_has_spawned_share_the_machine(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in TORCH}
-    done = subprocess.run(
-        [sys.executable, str(Path(launch_cases.__file__)), "spawn", str(tmp_path)],
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def test_processes_that_a_script_has_spawned_share_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in TORCH:
+        monkeypatch.delenv(name, raising=False)
+    done = run_python(launch_cases.__file__, "spawn", tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         launch_cases.assert_shares(rank, (tmp_path / f"{rank}.txt").read_text().splitlines())

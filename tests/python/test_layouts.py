@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +13,7 @@ import torch
 from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig, T5Config
 from typer.testing import CliRunner
 
+import grids
 from castor import _C, HybridParallelPlugin
 from castor.cli import app
 from castor.config.layout_plan import ENVIRONMENT, read_plan
@@ -29,6 +28,7 @@ from castor.estimate.layouts import Layout, layouts
 from castor.estimate.metatrace import Sent
 from castor.estimate.simulated_rank import SimulatedModel, StagePass
 from castor.estimate.workload import Workload
+from rank_processes import run_python
 
 BLOCKS, WIDTH, VOCAB, TOKENS = 6, 64, 512, 32
 FIGURES: dict[str, Any] = {
@@ -307,7 +307,7 @@ def test_ranks_that_divide_experts_alone_take_other_samples() -> None:
 
 def test_experts_are_divided_with_layers_or_alone(tmp_path: Path) -> None:
     found = LayoutSearch(
-        mixture_file(tmp_path),
+        mixture_file(tmp_path, num_hidden_layers=2),
         Workload(batch=2, sequence=TOKENS, precision="bf16", state_format="fp32"),
     )
     on = cluster(ranks_per_node=2)
@@ -617,7 +617,10 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayoutSearch, li
     return found, [found.cost(layout, NARROW) for layout in found.layouts(NARROW)]
 
 
-NARROW = cluster(device_memory="700KiB")
+SHORT: dict[str, Any] = {
+    "device_memory": "700KiB", "ranks_per_node": 4 if grids.WHOLE else 2,
+}  # fmt: skip
+NARROW = cluster(**SHORT)
 
 
 def test_a_zero_bubble_waits_less_and_keeps_more(config: Path) -> None:
@@ -658,7 +661,7 @@ def test_no_layout_takes_less_than_its_bounds(
     compared: tuple[LayoutSearch, list[LayoutCost]],
 ) -> None:
     found, every = compared
-    slow = cluster(device_memory="700KiB", link="1GB/s", device_bandwidth="5000GB/s")
+    slow = cluster(**SHORT, link="1GB/s", device_bandwidth="5000GB/s")
     for cost in every:
         layout = cost.layout
         for on, seconds in ((NARROW, cost.seconds), (slow, found.cost(layout, slow).seconds)):
@@ -675,7 +678,7 @@ def test_where_no_host_has_room_those_that_lack_least_are_found_soon(
     """Without bounds of what hosts lack every layout was recorded, for minutes."""
     found, every = compared
     host_bytes = min(cost.host_bytes for cost in every) // 2
-    on = cluster(device_memory="700KiB", host_memory=4 * host_bytes)
+    on = cluster(**SHORT, host_memory=NARROW.ranks_per_node * host_bytes)
     costs = [cost for cost in every if [*found._own_bound(cost.layout, on)]]
     for cost in costs:
         least = least_lacking(found._divided(cost.layout, cost.layout, on))
@@ -699,7 +702,7 @@ def test_bounds_have_copies_of_chunks_and_leave_out_no_layout_that_is_faster(
     """Where weights and gradients come and go, and blocks are larger than the largest chunk."""
     file = config_file(tmp_path, hidden_size=4096, intermediate_size=16384, num_attention_heads=2,
                        num_key_value_heads=2, num_hidden_layers=4)  # fmt: skip
-    workload = Workload(batch=4, sequence=2048, precision="bf16")
+    workload = Workload(batch=2, sequence=2048, precision="bf16")
     found = LayoutSearch(file, workload)
     on = cluster(ranks_per_node=2, device_memory="3GiB", flops="400T", device_bandwidth="3000GB/s")
     best: dict[Layout, float] = {}
@@ -726,14 +729,14 @@ def test_what_attention_refuses_is_said(tmp_path: Path) -> None:
     """Sinks have a value for each head, which ranks that exchange heads do not divide."""
     settings = {
         "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": 16,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
         "num_local_experts": 4, "num_experts_per_tok": 2,
     }  # fmt: skip
     path = tmp_path / "config.json"
     config = GptOssConfig(**settings, architectures=["GptOssForCausalLM"])
     config._attn_implementation = "eager"
     config.to_json_file(path, use_diff=False)
-    workload = Workload(batch=4, sequence=TOKENS, precision="bf16", state_format="fp32")
+    workload = Workload(batch=1, sequence=TOKENS, precision="bf16", state_format="fp32")
     found = LayoutSearch(path, workload).search(cluster(ranks_per_node=2), shown=100)
     assert "a value for each head (s_aux)" in found.refused["sequences among 2 (all_to_all)"]
     modes = {cost.layout.mode for cost in found.fitting if cost.layout.sequence > 1}
@@ -829,10 +832,11 @@ def test_where_nothing_fits_the_least_need_is_shown(short: Path, tmp_path: Path)
 
 
 def test_how_ranks_that_divide_sequences_meet_is_shown(short: Path, tmp_path: Path) -> None:
-    done = run_plan(short, tmp_path, "--shown", "20")
+    asked = ("--shown", "20", "--batch", "1")
+    done = run_plan(short, tmp_path, *asked)
     assert done.exit_code == 0, done.output
     assert all(mode in done.output for mode in (*get_args(Mode), BETWEEN_LAYERS))
-    figures = json.loads(run_plan(short, tmp_path, "--shown", "20", "--json").output)
+    figures = json.loads(run_plan(short, tmp_path, *asked, "--json").output)
     arguments = [one["arguments"] for one in figures["fitting"]]
     of_modes = [one.get("sequence_parallelism_mode") for one in arguments if one["sp_size"] > 1]
     assert set(of_modes) == set(get_args(Mode))
@@ -870,16 +874,18 @@ def test_another_file_is_no_plan(tmp_path: Path, text: str) -> None:
 def test_run_takes_the_ranks_of_a_plan(plan_file: Path, tmp_path: Path) -> None:
     file, script = plan_file, tmp_path / "script.py"
     script.write_text(
-        "import os\nfrom castor import HybridParallelPlugin\n"
-        "plugin = HybridParallelPlugin('auto', device='cpu', device_memory='64MiB')\n"
+        "import os\n"
+        f"assert os.environ[{ENVIRONMENT!r}] == {str(file)!r}\n"
+        "if os.environ['RANK'] == '1':  # imports take 5 s\n"
+        "    from castor import HybridParallelPlugin\n"
+        "    HybridParallelPlugin('auto', device='cpu', device_memory='64MiB')\n"
         f"open({str(tmp_path)!r} + '/rank' + os.environ['RANK'], 'w').write('done')\n"
     )
-    command = [sys.executable, "-m", "castor", "run", "--plan", str(file)]
-    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120)
+    command = ("-m", "castor", "run", "--plan", file)
+    done = run_python(*command, script, timeout=120)
     assert done.returncode == 0, done.stderr
     assert sorted(one.name for one in tmp_path.glob("rank*")) == ["rank0", "rank1"]
-    other = [*command, "--nproc", "4", str(script)]
-    refused = subprocess.run(other, capture_output=True, text=True, timeout=60)
+    refused = run_python(*command, "--nproc", "4", script, timeout=60)
     assert refused.returncode != 0
     assert "--nproc is 4" in refused.stderr
     assert "is for 2" in refused.stderr

@@ -171,13 +171,13 @@ def test_ranks_of_a_host_that_keep_parameters_together_have_nothing_there(
 # The search.
 
 
-def test_a_cluster_with_nvme_and_ample_hosts_is_one_without(config: Path) -> None:
-    few = search(config, batch=2)
+def test_a_cluster_with_nvme_and_ample_hosts_is_one_without(tmp_path: Path) -> None:
+    few = search(config_file(tmp_path, num_hidden_layers=2), batch=2)
     plain, with_nvme = (few.search(two_ranks(**more)).fitting for more in ({}, NVME))
     assert plain == with_nvme
 
 
-@pytest.mark.parametrize("overlap", ["forward", "none"])
+@pytest.mark.parametrize("overlap", ["forward", pytest.param("none", marks=pytest.mark.whole)])
 def test_the_search_finds_what_comparing_all_does(config: Path, overlap: Any) -> None:
     found = search(config, batch=2)
     found.workload = replace(found.workload, overlap=overlap)

@@ -339,7 +339,7 @@ def test_from_pretrained_reads_into_the_chunks(name, precision, tmp_path, monkey
     assert_same_state(lazy, eager)
 
 
-@pytest.mark.parametrize("imported", ["before", "inside"])
+@pytest.mark.parametrize("imported", ["before", pytest.param("inside", marks=pytest.mark.whole)])
 def test_from_pretrained_is_lazy_in_a_process_that_has_seen_no_model_class(imported, tmp_path):
     gpt2().save_pretrained(tmp_path)
     script = """

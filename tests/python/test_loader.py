@@ -1,12 +1,12 @@
 """Importing castor where it does not fit: another torch, another Python, a library that is gone."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,46 +29,6 @@ def built_for(version: str) -> BuildInfo:
         jemalloc="none",
         liburing="none",
     )
-
-
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """A copy of the package that a test may damage: castor in an otherwise empty directory."""
-    copy = tmp_path / "site" / "castor"
-    shutil.copytree(
-        Path(castor.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    # What auditwheel put beside the package.
-    for libraries in Path(castor.__file__).parent.parent.glob("castor_torch.libs"):
-        shutil.copytree(libraries, copy.parent / libraries.name)
-    return copy
-
-
-def import_castor(package: Path) -> tuple[int, str]:
-    """Exit status and last line of stderr of a process that imports this copy."""
-    environment = os.environ | {"PYTHONPATH": str(package.parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", "import castor; print(castor.__file__)"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=package.parent,
-    )
-    if done.returncode == 0:
-        assert done.stdout.strip() == str(package / "__init__.py")
-    return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
-
-
-def test_whole_copy_of_the_package_imports(package: Path) -> None:
-    assert import_castor(package) == (0, "")
-
-
-def test_parts_of_torch_that_take_long_are_imported_by_who_needs_them() -> None:
-    parts = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.pipelining", "sympy")
-    code = f"import sys, castor; print([name for name in {parts} if name in sys.modules])"
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def folder(package: Path) -> Path:
@@ -110,37 +70,86 @@ def without_tbb(package: Path) -> None:
     extension.write_bytes(content[:start] + gone + content[end:])
 
 
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "none": lambda _: None,
+    "torch": for_another_torch,
+    "another record": with_another_record,
+    "damaged record": lambda package: (folder(package) / "_build_info.json").write_text("{}"),
+    "no record": without_record,
+    "no extension": without_extension,
+    "python": for_another_python,
+    "libtbb": without_tbb,
+}
+LONG = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.pipelining", "sympy")
+# torch is imported once; each copy in a process forked then, as python forks none with threads.
+IMPORT = f"""
+import json, os, sys, torch
+for path in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.path.insert(0, path)
+        try:
+            import castor
+            found = castor.__file__, [name for name in {LONG} if name in sys.modules]
+        except BaseException as error:
+            found = f"{{type(error).__name__}}: {{error}}", []
+        print(json.dumps(found), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Any]]]:
+    """What importing damaged copies of the package, in otherwise empty directories, has come to.
+
+    The file of the package or the error, and what long parts of torch were imported with it.
+    """
+    sites = {name: tmp_path_factory.mktemp("site") for name in DAMAGES}
+    for name, site in sites.items():
+        own = Path(castor.__file__).parent
+        shutil.copytree(own, site / "castor", ignore=shutil.ignore_patterns("__pycache__"))
+        for libraries in own.parent.glob("castor_torch.libs"):  # auditwheel put it beside
+            shutil.copytree(libraries, site / libraries.name)
+        DAMAGES[name](site / "castor")
+    command = [sys.executable, "-c", IMPORT, *map(str, sites.values())]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=sites["none"].parent
+    )
+    found = dict(zip(DAMAGES, map(json.loads, done.stdout.splitlines()), strict=True))
+    assert found["none"][0] == str(sites["none"] / "castor" / "__init__.py")
+    yield found
+    for site in sites.values():
+        shutil.rmtree(site)
+
+
+def test_whole_copy_of_the_package_imports(imported: dict[str, list[Any]]) -> None:
+    assert imported["none"][0].endswith("castor/__init__.py")
+
+
+def test_parts_of_torch_that_take_long_are_imported_by_who_needs_them(
+    imported: dict[str, list[Any]],
+) -> None:
+    assert imported["none"][1] == []
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (for_another_torch, ["torch 1.99,", f"torch {torch.__version__} is", '"torch==1.99.*"']),
-        (with_another_record, ["built for torch 1.99,", "reinstall"]),
-        (
-            lambda package: (folder(package) / "_build_info.json").write_text("{}"),
-            ["KeyError", "reinstall"],
-        ),
-        (without_record, ["_build_info.json", "FileNotFoundError", "reinstall"]),
-        (without_extension, ["lacks its extension", "--no-build-isolation"]),
-        (for_another_python, ["another Python", "cpython-399", "reinstall"]),
-        (without_tbb, ["libtbb.so.", "not to be found", "apt-get install libtbb12"]),
-    ],
-    ids=[
-        "torch",
-        "another record",
-        "damaged record",
-        "no record",
-        "no extension",
-        "python",
-        "libtbb",
+        ("torch", ["torch 1.99,", f"torch {torch.__version__} is", '"torch==1.99.*"']),
+        ("another record", ["built for torch 1.99,", "reinstall"]),
+        ("damaged record", ["KeyError", "reinstall"]),
+        ("no record", ["_build_info.json", "FileNotFoundError", "reinstall"]),
+        ("no extension", ["lacks its extension", "--no-build-isolation"]),
+        ("python", ["another Python", "cpython-399", "reinstall"]),
+        ("libtbb", ["libtbb.so.", "not to be found", "apt-get install libtbb12"]),
     ],
 )
 def test_import_that_cannot_work_says_what_to_do(
-    package: Path, damage: Callable[[Path], object], words: list[str]
+    damage: str, words: list[str], imported: dict[str, list[Any]]
 ) -> None:
-    damage(package)
-    status, message = import_castor(package)
-    assert status == 1
+    message, _ = imported[damage]
     assert message.startswith("ImportError: ")
+    assert "\n" not in message
     for word in words:
         assert word in message
 

@@ -4,19 +4,19 @@ own, and nothing else says where a rank is."""
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import namespaced_machine
 import node_cases
 import rank_cases
+from rank_processes import Rank, finish, nursery, succeeded
 
 NODES, RANKS_OF_NODE = 2, 2
 PORT = 29500  # of the first machine, whose network nobody else is in
-RANKS = 'LOCAL_RANK=0 RANK=$((2*NODE)) "$@" & LOCAL_RANK=1 RANK=$((2*NODE+1)) "$@" && wait $!'
 
 
 def _address(node: int) -> str:
@@ -26,8 +26,8 @@ def _address(node: int) -> str:
 @pytest.fixture
 def machines() -> Iterator[list[str]]:
     """Names of two network namespaces, with a cable between them."""
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("namespaces need root, iproute2 and util-linux")
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("namespaces need root and iproute2")
     names = [f"castor-{os.getpid()}-{node}" for node in range(NODES)]
     made = []
     try:
@@ -59,25 +59,13 @@ def test_ranks_of_two_machines_share_what_each_has_and_compute_as_one_process(
         "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     environment.pop("CASTOR_RANK_LINK", None)
-    script = [sys.executable, node_cases.__file__, node_cases.tight.__name__, str(tmp_path)]
+    script = namespaced_machine.__file__
     running = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child",
-             "--mount-proc", "sh", "-c", RANKS, "sh", *script],
-            env=environment | {"NODE": str(node)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Rank(nursery(node)[0], environment | {"NODE": str(node)}, tmp_path, script, name,
+             str(tmp_path))
         for node, name in enumerate(machines)
     ]  # fmt: skip
-    try:
-        for process in running:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    succeeded(finish(running))
     expected, _, _ = rank_cases.train(
         rank_cases.EXACT["tight"], range(NODES * RANKS_OF_NODE), steps=node_cases.STEPS
     )

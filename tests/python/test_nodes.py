@@ -139,12 +139,10 @@ def test_stages_that_cut_do_so_over_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("size", "link"), [(8, LINK), (4, "gloo (ranks run on several machines)")])
 def test_ranks_that_divide_layers_share_what_each_machine_has_of_a_part(
-    size: int, link: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    size: int, link: str, tmp_path: Path
 ) -> None:
     """Of 4 ranks that train each half of the layers two are on each machine, or of 2 one."""
     succeeded(run(node_cases.divided, size, tmp_path, nodes=NODES))
-    monkeypatch.setenv("CASTOR_RANK_LINK", "auto")
-    succeeded(run(node_cases.divided, size, tmp_path))
     for rank in range(size):
         weights, found, shared = torch.load(tmp_path / f"node.{rank}.pt")
         expected, _, _ = torch.load(tmp_path / f"auto.{rank}.pt")

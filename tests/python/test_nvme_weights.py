@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import castor
+import grids
 from helpers import (
     FORMATS_AND_OVERLAPS,
     ON_THE_CPU_DEVICE,
@@ -52,7 +53,7 @@ def chunk_bytes_of(name: str, precision: str) -> int:
 # --- parity ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", grids.some(sorted(CASES), "gpt2", "llama", "mixtral", "t5"))
 def test_a_model_of_the_parity_set_trains_to_the_same_bits(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     memory = tight_memory(
@@ -301,7 +302,9 @@ def test_evaluation_reads_from_nvme_too(tmp_path: Path) -> None:
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state_format", ["fp32", "split_int8"])
+@pytest.mark.parametrize(
+    "state_format", [pytest.param("fp32", marks=pytest.mark.whole), "split_int8"]
+)
 def test_a_checkpoint_goes_between_runs_with_and_without(state_format: str, tmp_path: Path) -> None:
     settings = {"precision": "bf16", "optim_state_format": state_format}
     (tmp_path / "nvme").mkdir()

@@ -18,6 +18,7 @@ from castor.activations.blocks import find_blocks
 from helpers import GIB, assert_equal, boost, copies, on_device_of, plugin, train_on
 from test_recomputed_blocks import (
     MODELS,
+    SOME_MODELS,
     Block,
     Tower,
     assert_only_training_differs,
@@ -36,7 +37,7 @@ LINKS = {"memory": {}, "slow": {"link_bandwidth": "100MB/s"}}
 
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SOME_MODELS)
 def test_loss_gradients_and_random_state_are_plain_pytorchs(name: str, dropout: bool) -> None:
     case = MODELS[name]
     case = replace(case, build=with_dropout(case.build)) if dropout else case
@@ -74,7 +75,7 @@ def watched(loss: torch.Tensor) -> list[weakref.ref[Any]]:
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload", "recompute", "auto"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SOME_MODELS)
 def test_a_loss_that_is_dropped_leaves_nothing(name: str, activations: str) -> None:
     """Without backward, which would have let go of what autograd saved."""
     case = MODELS[name]

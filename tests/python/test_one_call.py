@@ -2,7 +2,6 @@
 
 import gc
 import json
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -16,6 +15,7 @@ import castor
 from accelerator import Accelerator
 from castor import AsyncLoader, Config
 from castor.plugins import GeminiPlugin, HybridParallelPlugin
+from script_ranks import run_ranks
 from zoo import tower, tower_batch
 
 SETTINGS: dict[str, Any] = {
@@ -205,16 +205,10 @@ def test_ranks_train_on_their_parts_of_the_data(tmp_path: Path) -> None:
     # One process that takes what two ranks take together.
     (tmp_path / "alone.py").write_text(RANKS.replace("batch_size=2", "batch_size=4"))
     found = []
-    for command in (["--nproc", "2", "train.py"], ["alone.py"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "castor", "run", *command],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        found.append(done.stdout.split())
+    for size, script in ((2, "train.py"), (1, "alone.py")):
+        outcomes = run_ranks(tmp_path, size, script)
+        assert not any(outcome.code for outcome in outcomes), outcomes
+        found.append(outcomes[0].output.split())
     assert (found[0][:2], found[1][:2]) == (["2", "4"], ["1", "4"])
     assert float(found[0][2]) == pytest.approx(float(found[1][2]), rel=1e-6)
 

@@ -320,6 +320,7 @@ def test_an_optimizer_that_is_gone_waits_for_nothing(watched: None) -> None:
     assert not engines_holding(model)
 
 
+@pytest.mark.whole
 def test_a_script_of_ones_own_runs_under_castor_run(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(
         f"begin, end, saved = 0, 2, None\n{LOOP}\nprint(hasattr(optimizer, '_castor'))\n"

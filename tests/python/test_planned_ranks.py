@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 
+import grids
 import layout_cases
 from castor.config.layout_plan import write_plan
 from castor.estimate.cluster import Cluster
@@ -34,7 +35,7 @@ MIXTRAL = MixtralConfig(
     **SIZES, num_local_experts=3, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]
 )
 TOKENS = Layout(tensor=2, tokens_between_layers=True, rows=4)
-LAYOUTS: dict[str, tuple[PretrainedConfig, Layout]] = {
+LAYOUTS: dict[str, tuple[PretrainedConfig, Layout]] = grids.some({
     "all_to_all": (LLAMA, Layout(sequence=2, rows=4)),
     "all_gather": (LLAMA, Layout(sequence=2, mode="all_gather", rows=4)),
     "ring_attn": (LLAMA, Layout(sequence=2, mode="ring_attn", rows=2, microbatches=2)),
@@ -50,14 +51,14 @@ LAYOUTS: dict[str, tuple[PretrainedConfig, Layout]] = {
     "tokens": (LLAMA, TOKENS),
     "tokens and experts": (MIXTRAL, replace(TOKENS, experts=2, activations="recompute")),
     "tokens and stages": (LLAMA, replace(TOKENS, stages=2, microbatches=4, rows=1)),
-}
+}, "all_to_all", "sequences and stages", "experts", "tokens and experts")  # fmt: skip
 """Of two ranks, or four, and steps of four samples, which ranks that divide experts alone share."""
-PASSES: dict[str, Layout] = {
+PASSES: dict[str, Layout] = grids.some({
     "layers": Layout(tensor=2, rows=4),
     "layers, recomputed": Layout(tensor=2, rows=4, activations="recompute"),
     "tokens": TOKENS,
     "tokens, recomputed": replace(TOKENS, activations="recompute"),
-}
+}, "layers", "tokens", "tokens, recomputed")  # fmt: skip
 WORKLOAD = Workload(batch=4, sequence=16, precision="fp32", state_format="fp32")
 
 
@@ -127,12 +128,12 @@ def test_ranks_exchange_and_keep_what_is_planned(name: str, passes: Any) -> None
     assert planned.kept_bytes - inputs - states == measured["kept"]
 
 
-SPILLED: dict[str, tuple[Layout, float]] = {
+SPILLED: dict[str, tuple[Layout, float]] = grids.some({
     "layers": (Layout(tensor=2, rows=4), 0.8),
     "layers, parameters": (Layout(tensor=2, rows=4), 0.45),
     "stages": (Layout(stages=2, microbatches=4), 0.8),
     "stages, parameters": (Layout(stages=2, microbatches=4), 0.45),
-}
+}, "layers", "stages, parameters")  # fmt: skip
 """And what there is of the host's memory that a rank needs."""
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rank_home_cases
-from rank_home_cases import VARIANTS
+from rank_home_cases import EVENTFUL
 from rank_processes import kept, run, succeeded
 
 PAGE = 4096
@@ -26,7 +26,7 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first["losses"] == second["losses"]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", EVENTFUL)
 def test_what_others_write_is_there_once_and_the_same_as_without_shared_homes(
     name: str, seen: Any
 ) -> None:
@@ -36,12 +36,12 @@ def test_what_others_write_is_there_once_and_the_same_as_without_shared_homes(
         same(seen(name, "auto", rank), seen(name, "group", rank))
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "split"])
+@pytest.mark.parametrize("name", [name for name in EVENTFUL if name != "split"])
 def test_what_others_write_is_what_one_process_has(name: str, seen: Any, tmp_path: Path) -> None:
     same(seen(name, "auto", 0), rank_home_cases.eventful(name, (0, 1), tmp_path))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", EVENTFUL)
 def test_no_rank_keeps_copies(name: str, seen: Any) -> None:
     """But of frozen weights that it has written: layer 3's, which no update brings together."""
     for rank in range(2):

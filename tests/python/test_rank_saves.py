@@ -6,21 +6,21 @@ import pytest
 
 import rank_save_cases
 from rank_processes import run, succeeded
-from rank_save_cases import CASES
+from rank_save_cases import OVERLAPS, SAVED, SIZES
 from test_async_saves import contents
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=SIZES)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved")
     succeeded(run(rank_save_cases.beside, request.param, path, timeout=400))
     return path
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward"])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("name", SAVED)
 def test_all_write_what_one_wrote_alone(name: str, overlap: str, saved: Path) -> None:
     directory = saved / f"{name}, {overlap}"
     alone, together, beside = (contents(directory / how) for how in ("alone", "together", "beside"))

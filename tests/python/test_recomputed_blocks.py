@@ -14,6 +14,7 @@ import transformers as hf
 from torch import nn
 
 import castor
+import grids
 from castor.activations.blocks import find_blocks
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted, assert_equal, boost, copies, plugin, train_on
@@ -64,6 +65,10 @@ MORE = {
     "olmo2": small(hf.Olmo2Config, num_key_value_heads=2),
 }  # fmt: skip
 MODELS = CASES | {name: replace(LLAMA, name=name, build=build) for name, build in MORE.items()}
+SOME_MODELS = grids.some(
+    tuple(MODELS), "llama", "gpt2", "bert", "t5", "vit", "mixtral", "gemma2", "falcon"
+)
+"""Where other tests go through families."""
 HYBRIDS = {
     "qwen3-next": small(
         hf.Qwen3NextConfig, num_key_value_heads=2, head_dim=12, num_experts=4,

@@ -14,7 +14,20 @@ from castor.estimate.simulated_rank import SimulatedModel
 from pipeline_cases import MICROBATCHES, batch
 from pipeline_cases import plain as plain_losses
 from rank_processes import found, found_by_each
-from router_stage_cases import MIXTURES, STYLES, base_of, of_routers, plain
+from router_stage_cases import (
+    BASE,
+    COMPILED,
+    IN_FP32,
+    KINDS,
+    MIXTURES,
+    STEPS,
+    TRAINED,
+    UNCHANGED,
+    WITH_EXPERTS,
+    base_of,
+    of_routers,
+    plain,
+)
 from stage_call_cases import generate
 from tensor_cases import FAMILIES, LOSS, LR, MAX_NORM
 from zoo import LENGTH, Case
@@ -67,13 +80,13 @@ def schedules(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return directory, found(router_stage_cases.schedules, 2, directory)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", MIXTURES)
-def test_losses_and_weights_are_plain_pytorchs(name: str, style: str, schedules: Any) -> None:
+@pytest.mark.parametrize("trained", TRAINED)
+def test_losses_and_weights_are_plain_pytorchs(trained: str, schedules: Any) -> None:
     directory, seen = schedules
-    for losses in seen[f"{name} {style}"]:
+    name = trained.split()[0]
+    for losses in seen[trained]:
         assert losses == pytest.approx(plain(name)[0], rel=LOSS)
-    assert_weights(directory / f"{name}-{style}", name)
+    assert_weights(directory / trained, name)
 
 
 def test_router_losses_are_there() -> None:
@@ -81,10 +94,10 @@ def test_router_losses_are_there() -> None:
     assert 0.1 * with_losses["aux_loss"] > 1e-2 * with_losses["loss"]
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", MIXTURES)
-def test_all_ranks_evaluate_as_one_process(name: str, style: str, schedules: Any) -> None:
-    of_ranks = schedules[1][f"{name} {style} evaluated"]
+@pytest.mark.parametrize("trained", TRAINED)
+def test_all_ranks_evaluate_as_one_process(trained: str, schedules: Any) -> None:
+    of_ranks = schedules[1][f"{trained} evaluated"]
+    name, style = trained.split()
     if style == "zbv":  # whose last stage is the first rank's
         of_ranks = of_ranks[::-1]
     assert_evaluated(name, of_ranks, 1)
@@ -95,28 +108,21 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found(router_stage_cases.settings, 2, tmp_path_factory.mktemp("settings"))
 
 
-@pytest.mark.parametrize(
-    ("style", "setting"),
-    [
-        *((style, setting) for style in ("1f1b", "zbv")
-          for setting in ("ample", "tight", "nvme", "offload", "lazy")),
-        ("1f1b", "recompute"),
-    ],
-)  # fmt: skip
-def test_settings_change_nothing(style: str, setting: str, settings: Any) -> None:
-    assert settings[f"{style} {setting}"] == settings["1f1b ample"]
-    assert settings[f"{style} {setting}"] == pytest.approx(plain("mixtral")[0], rel=LOSS)
+@pytest.mark.parametrize("setting", UNCHANGED)
+def test_settings_change_nothing(setting: str, settings: Any) -> None:
+    assert settings[setting] == settings["1f1b ample"]
+    assert settings[setting] == pytest.approx(plain("mixtral")[0], rel=LOSS)
 
 
-@pytest.mark.parametrize("setting", ["tiles", "1f1b compiled", "interleaved compiled"])
+@pytest.mark.parametrize("setting", ["tiles", *(f"{style} compiled" for style in COMPILED)])
 def test_logits_are_tiled_and_blocks_compiled(setting: str, settings: Any) -> None:
     assert settings[setting] == pytest.approx(plain("mixtral")[0], rel=LOSS)
 
 
 def test_routers_that_compute_in_fp32_send_fp32(settings: Any) -> None:
-    assert settings["in fp32 fp32"] == pytest.approx(settings["in fp32 expected"], rel=LOSS)
-    for name in ("mixtral", "in fp32"):
-        assert settings[f"{name} bf16"] == pytest.approx(settings[f"{name} fp32"], rel=2e-3)
+    assert settings["in fp32 fp32"] == pytest.approx(plain_losses(IN_FP32, STEPS), rel=LOSS)
+    assert settings["mixtral bf16"] == pytest.approx(settings["1f1b ample"], rel=2e-3)
+    assert settings["in fp32 bf16"] == pytest.approx(settings["in fp32 fp32"], rel=2e-3)
 
 
 def test_a_call_asks_for_the_router_loss(settings: Any) -> None:
@@ -138,7 +144,7 @@ def test_a_model_that_generates_without_trains_on_with_its_router_loss(settings:
     assert settings["trained afterwards"] == settings["1f1b ample"]
 
 
-@pytest.mark.parametrize("style", ["1f1b", "zbv"])
+@pytest.mark.parametrize("style", BASE)
 def test_a_base_model_has_a_loss_of_its_users(style: str, settings: Any) -> None:
     base = Case("base", lambda: base_of(MIXTURES["mixtral"]), MIXTURES["mixtral"].batch)
     model = base.model()
@@ -168,7 +174,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return directory, found(router_stage_cases.composed, 4, directory)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", WITH_EXPERTS)
 def test_stages_go_with_divided_experts(style: str, composed: Any) -> None:
     directory, seen = composed
     for losses in seen[f"ep 2 {style}"]:
@@ -178,7 +184,7 @@ def test_stages_go_with_divided_experts(style: str, composed: Any) -> None:
     assert_evaluated("mixtral", of_ranks[2:] + of_ranks[:2] if style == "zbv" else of_ranks, 2)
 
 
-@pytest.mark.parametrize("kind", ["tp 2", "tp 2, tokens", "tp 2, ep 2", "pp 4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_stages_go_with_divided_layers(kind: str, composed: Any) -> None:
     for losses in composed[1][kind]:
         assert losses == pytest.approx(plain("mixtral")[0], rel=LOSS)

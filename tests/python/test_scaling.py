@@ -27,6 +27,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config_file(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def fitting(config: Path) -> Any:
+    """Curves to two ranks, in which every point has a layout."""
+    return scaling(search(config), cluster(), most=2)
+
+
 def test_ranks_double_within_a_node_and_then_by_whole_nodes() -> None:
     found = sizes(cluster(nodes=3, **NETWORK), 20)
     shapes = [(of.nodes, of.ranks_per_node) for of in found]
@@ -89,21 +95,20 @@ class _Structure(HTMLParser):
             self.cells.append(data)
 
 
-def test_the_page_has_what_the_curves_have_and_loads_nothing(config: Path) -> None:
-    found = scaling(search(config), cluster(), most=4)
-    page = scaling_page(found, "Model", "a <model>", ["a & b"])
+def test_the_page_has_what_the_curves_have_and_loads_nothing(fitting: Any) -> None:
+    page = scaling_page(fitting, "Model", "a <model>", ["a & b"])
     structure = _Structure(page)
     assert not structure.open
     assert {"script", "link", "img"}.isdisjoint(structure.seen)
     assert "http" not in page.replace("http-equiv", "")
     for part in ("a &lt;model&gt;", "a &amp; b"):
         assert part in page
-    for point in (*found.weak, *found.strong):
+    for point in (*fitting.weak, *fitting.strong):
         assert f"{point.tokens_per_second:,.0f}" in structure.cells
 
 
-def test_every_share_of_a_step_has_a_colour_and_a_name_of_its_own(config: Path) -> None:
-    page = scaling_page(scaling(search(config), cluster(), most=2), "Model", "t", [])
+def test_every_share_of_a_step_has_a_colour_and_a_name_of_its_own(fitting: Any) -> None:
+    page = scaling_page(fitting, "Model", "t", [])
     colours = re.findall(r"fill:var\((--[a-z_]+)\)\"/></svg>([^<]+)</span>", page)
     assert len(colours) == 2 * len(BOUNDS)
     assert len(dict(colours)) == len({name for _, name in colours}) == len(BOUNDS)
@@ -113,8 +118,7 @@ def test_every_share_of_a_step_has_a_colour_and_a_name_of_its_own(config: Path) 
     assert len({dark for _, dark in values}) == len(BOUNDS), "in the dark theme"
 
 
-def test_a_page_of_points_of_which_some_or_all_have_no_room(config: Path) -> None:
-    fitting = scaling(search(config), cluster(), most=4)
+def test_a_page_of_points_of_which_some_or_all_have_no_room(fitting: Any) -> None:
     lacking = Point(ranks=1, batch=2, sequence=32, cost=None)
     points = type(fitting)(weak=[lacking, *fitting.weak[1:]], strong=[lacking])
     some = scaling_page(points, "Model", "t", [])

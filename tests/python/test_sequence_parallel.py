@@ -2,7 +2,7 @@
 
 import pickle
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +10,16 @@ from transformers import AutoModelForCausalLM
 
 import castor
 import tensor_cases
-from castor.distributed import Mode
 from rank_processes import assert_said, found, found_by_each, of_sizes
 from tensor_cases import (
     FAMILIES,
     GATHERED,
     LOSS,
-    SEQUENCE_SETTINGS,
+    PACKED,
     SOME_GATHERED,
+    SOME_IN_RINGS,
     SOME_SEQUENCES,
+    SOME_SETTINGS,
     begun_behind_padding,
     packed,
     padded,
@@ -29,59 +30,49 @@ from tensor_cases import (
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return of_sizes(tensor_cases.sequences, tmp_path_factory)
+    return of_sizes(tensor_cases.divided_sequences, tmp_path_factory)
 
 
-@pytest.mark.parametrize(
-    ("size", "name"), [*((2, name) for name in SOME_SEQUENCES), (4, "llama"), (4, "gpt2")]
-)
+def _pairs(of_sizes: dict[int, Any]) -> list[tuple[int, str]]:
+    return [(size, name) for size, names in of_sizes.items() for name in names]
+
+
+@pytest.mark.parametrize(("size", "name"), _pairs(SOME_SEQUENCES))
 def test_losses_of_padded_batches_are_plain_pytorchs(size: int, name: str, divided: Any) -> None:
     expected = plain(FAMILIES[name], batch=padded)
-    assert divided(size)[name] == pytest.approx(expected, rel=LOSS)
+    assert divided(size)["heads"][name] == pytest.approx(expected, rel=LOSS)
 
 
 def test_positions_that_a_model_counts_by_the_mask_are_those_of_all_tokens(divided: Any) -> None:
     expected = plain(FAMILIES["opt"], batch=padded_in_front)
-    assert divided(2)["in front"] == pytest.approx(expected, rel=LOSS)
+    assert divided(2)["heads"]["in front"] == pytest.approx(expected, rel=LOSS)
 
 
-@pytest.fixture(scope="module")
-def gathered(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return of_sizes(tensor_cases.gathered_sequences, tmp_path_factory)
-
-
-@pytest.mark.parametrize(
-    ("size", "name"), [*((2, name) for name in SOME_GATHERED), (4, "llama"), (4, "three_heads")]
-)
-def test_losses_with_gathered_keys_are_plain_pytorchs(size: int, name: str, gathered: Any) -> None:
+@pytest.mark.parametrize(("size", "name"), _pairs(SOME_GATHERED))
+def test_losses_with_gathered_keys_are_plain_pytorchs(size: int, name: str, divided: Any) -> None:
     expected = plain(GATHERED[name], batch=padded)
-    assert gathered(size)[name] == pytest.approx(expected, rel=LOSS)
+    assert divided(size)["keys"][name] == pytest.approx(expected, rel=LOSS)
 
 
-def test_batches_without_a_mask_are_causal_on_every_rank(gathered: Any) -> None:
+def test_batches_without_a_mask_are_causal_on_every_rank(divided: Any) -> None:
     for size, name in ((2, "sinks"), (4, "three_heads")):
         expected = plain(GATHERED[name], 3)
-        assert gathered(size)["unpadded"] == pytest.approx(expected, rel=LOSS)
+        assert divided(size)["keys"]["unpadded"] == pytest.approx(expected, rel=LOSS)
 
 
 @pytest.fixture(scope="module")
-def rings(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return of_sizes(tensor_cases.ring_sequences, tmp_path_factory)
+def rings(divided: Any) -> Any:
+    return lambda size: divided(size)["rings"]
 
 
-@pytest.mark.parametrize(
-    ("size", "name"),
-    [*((2, name) for name in SOME_GATHERED),
-     *((4, name) for name in ("llama", "gpt2", "windows", "three_heads"))],
-)  # fmt: skip
+@pytest.mark.parametrize(("size", "name"), _pairs(SOME_IN_RINGS))
 def test_losses_with_travelling_keys_are_plain_pytorchs(size: int, name: str, rings: Any) -> None:
     expected = plain(GATHERED[name], batch=padded)
     assert rings(size)["padded"][name] == pytest.approx(expected, rel=LOSS)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("mode", get_args(Mode))
-def test_packed_documents_do_not_see_each_other(mode: str, size: int, rings: Any) -> None:
+@pytest.mark.parametrize(("size", "mode"), _pairs(PACKED))
+def test_packed_documents_do_not_see_each_other(size: int, mode: str, rings: Any) -> None:
     expected = plain(FAMILIES["windows"], batch=packed)
     assert rings(size)["packed"][mode] == pytest.approx(expected, rel=LOSS)
 
@@ -114,9 +105,9 @@ def test_settings_and_other_parallelism_change_nothing(size: int, tmp_path: Path
     losses = found(tensor_cases.sequence_settings, size, tmp_path)
     case = FAMILIES["llama"]
     expected = plain(case)
-    for name in SEQUENCE_SETTINGS.keys() & losses.keys():
+    names = SOME_SETTINGS[size].keys() - ({"two"} if size == 2 else set())
+    for name in names:
         assert losses[name] == pytest.approx(expected, rel=LOSS), name
-    assert ("two" in losses) == (size == 4)
     assert losses["own loss"] == pytest.approx(expected[:3], rel=LOSS)
     # What was saved or copied is a model like any other, and generates what the ranks did.
     ids = case.batch(0)["input_ids"]

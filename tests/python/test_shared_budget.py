@@ -347,15 +347,24 @@ def test_two_that_train_through_each_other() -> None:
     shared.check()
 
 
+OF_WHOLE = [
+    pytest.param(settings, marks=pytest.mark.whole)
+    for settings in (
+        {"placement_policy": "static", "offload_optim_frac": 0.5},
+        {"overlap": "forward"},
+        {"link_bandwidth": "4GB/s"},
+    )
+]
+"""Of which CI has more at once."""
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        {"placement_policy": "static", "offload_optim_frac": 0.5},
+        *OF_WHOLE,
         {"placement_policy": "static", "offload_optim_frac": 1.0, "offload_param_frac": 0.5},
         {"placement_policy": "cuda"},
-        {"overlap": "forward"},
         {"overlap": "backward", "nonfinite": "ignore", "enable_gradient_accumulation": False},
-        {"link_bandwidth": "4GB/s"},
         {"link_bandwidth": "4GB/s", "overlap": "forward"},
         {"precision": "bf16"},
         {"activations": "recompute"},

@@ -11,11 +11,9 @@ import torch
 import stage_call_cases
 from pipeline_cases import DEEP, STAGED, plain
 from rank_processes import assert_said, found, found_by_each, run
-from stage_call_cases import GENERATING, WAYS, generate
+from stage_call_cases import CALLED, COMPOSED, GENERATED, GENERATING, TIGHT, WAYS, generate
 from tensor_cases import FAMILIES, LOSS
 from zoo import Case
-
-STYLES = ("1f1b", "interleaved", "zbv")
 
 
 @cache
@@ -47,34 +45,28 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found(stage_call_cases.ways, 2, tmp_path_factory.mktemp("ways"))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", DEEP)
-def test_tokens_depend_on_no_way_and_no_schedule(
-    name: str, style: str, way: str, ways: Any
-) -> None:
-    assert ways[f"{name} {style} {way}"] == [tokens(name, way)] * 2
+@pytest.mark.parametrize("generated", GENERATED)
+def test_tokens_depend_on_no_way_and_no_schedule(generated: str, ways: Any) -> None:
+    name, _, way = generated.split(" ", 2)
+    assert ways[generated] == [tokens(name, way)] * 2
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", DEEP)
-def test_a_call_has_the_outputs_of_a_whole_model_on_every_rank(
-    name: str, style: str, ways: Any
-) -> None:
-    assert_called_as_plain(DEEP[name], ways[f"{name} {style} call"])
+@pytest.mark.parametrize("called", CALLED)
+def test_a_call_has_the_outputs_of_a_whole_model_on_every_rank(called: str, ways: Any) -> None:
+    assert_called_as_plain(DEEP[called.split()[0]], ways[f"{called} call"])
 
 
 def test_an_encoder_is_called_too(ways: Any) -> None:
     assert_called_as_plain(FAMILIES["bert"], ways["bert"])
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", DEEP)
-def test_training_goes_on_as_if_nothing_had_been_called(name: str, style: str, ways: Any) -> None:
-    assert ways[f"{name} {style} trained"] == pytest.approx(plain(DEEP[name]), rel=LOSS)
+@pytest.mark.parametrize("called", CALLED)
+def test_training_goes_on_as_if_nothing_had_been_called(called: str, ways: Any) -> None:
+    expected = plain(DEEP[called.split()[0]])
+    assert ways[f"{called} trained"] == pytest.approx(expected, rel=LOSS)
 
 
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("name", TIGHT)
 def test_a_stage_that_does_not_fit_generates(name: str, ways: Any) -> None:
     assert ways[f"{name} tight"] == [tokens(name, "greedy")] * 2
     budget, peak = ways[f"{name} bytes"]
@@ -86,10 +78,9 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found(stage_call_cases.composed, 4, tmp_path_factory.mktemp("composed"))
 
 
-@pytest.mark.parametrize("kind", ["pp 4", "tp 2", "loss", "sp 2", "dp 2"])
-@pytest.mark.parametrize("name", DEEP)
-def test_stages_generate_beside_other_divisions(name: str, kind: str, composed: Any) -> None:
-    assert composed[f"{name} {kind}"] == [tokens(name, "greedy")] * 4
+@pytest.mark.parametrize("kind", COMPOSED)
+def test_stages_generate_beside_other_divisions(kind: str, composed: Any) -> None:
+    assert composed[kind] == [tokens(kind.split()[0], "greedy")] * 4
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def bytes_of(number: str, unit: str) -> int:
 
 
 @of_the_cpu
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.whole)])
 def test_a_budget_that_nothing_fits_names_what_would_do(name: str) -> None:
     case, budget = case_of(name), int(1.5 * MIB)
     boosted = boost(case.model(), budget, activations="auto")

@@ -10,7 +10,16 @@ import token_cases
 from rank_processes import assert_said, found, found_by_each, of_sizes
 from tensor_cases import FAMILIES, LOSS, padded, plain
 from tensor_cases import boost as boost_whole
-from token_cases import FOUR, SETTINGS, STAGES, TWO, case_of
+from token_cases import (
+    FOUR,
+    IN_STAGES,
+    SETTINGS,
+    STAGES,
+    TWO,
+    WITH_COPIES,
+    WITH_SETTINGS,
+    case_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +39,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found(token_cases.settings, 2, tmp_path_factory.mktemp("settings"))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", WITH_SETTINGS)
 def test_settings_change_nothing(name: str, settings: Any) -> None:
     first, *others = settings[name]
     assert first == pytest.approx(plain(FAMILIES[name]), rel=LOSS)
@@ -49,7 +58,7 @@ def test_experts_may_be_whole(settings: Any) -> None:
 
 def test_copies_of_the_model_take_other_data(tmp_path: Path) -> None:
     seen = found(token_cases.data_too, 4, tmp_path)
-    for name in ("gpt2", "mixtral"):
+    for name in WITH_COPIES:
         assert seen[name] == pytest.approx(plain(FAMILIES[name]), rel=LOSS)
         later, with_whole_tokens = seen[f"{name} later"]
         assert later == pytest.approx(with_whole_tokens, rel=LOSS)
@@ -60,7 +69,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found(token_cases.stages, 4, tmp_path_factory.mktemp("stages"))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", IN_STAGES)
 def test_stages_are_divided_as_well(name: str, stages: Any) -> None:
     expected = pipeline_cases.plain(pipeline_cases.DEEP[name])
     for schedule in STAGES:

@@ -1,9 +1,7 @@
 """torch's own classes under castor's loop: TorchDDPPlugin."""
 
 import json
-import os
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,19 @@ import torch
 import castor
 import torch_plugin_cases
 from rank_cases import _uneven
-from rank_processes import found_by_each, run, succeeded
-from torch_plugin_cases import CASE, CASES, MAX_NORM, PLUGINS, STEPS, TORCHS, boost, narrow, trained
+from rank_processes import found_by_each, run, run_python, succeeded
+from torch_plugin_cases import (
+    CASE,
+    CASES,
+    GOING_ON,
+    MAX_NORM,
+    PLUGINS,
+    STEPS,
+    TORCHS,
+    boost,
+    narrow,
+    trained,
+)
 from zoo import Tower, tower, tower_batch
 
 
@@ -24,6 +33,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("torch")
     succeeded(run(torch_plugin_cases.each, 2, path, timeout=600))
     return path
+
+
+@cache
+def in_one_process(name: str = "gpt2", micro_batches: int = 2) -> Any:
+    """Losses and weights."""
+    return trained("gemini", range(micro_batches), CASES[name])
 
 
 def test_ddp_is_torchs_to_the_bit(ranks: Path) -> None:
@@ -36,7 +51,7 @@ def test_ddp_is_torchs_to_the_bit(ranks: Path) -> None:
 
 
 def test_one_script_gives_the_same_losses_under_each_plugin(ranks: Path) -> None:
-    expected, weights = trained("gemini", range(2))
+    expected, weights = in_one_process()
     for rank in range(2):
         for name, (losses, norm, steps, place) in torch.load(ranks / f"losses.{rank}.pt").items():
             assert losses == pytest.approx(expected[rank::2], rel=1e-5), name
@@ -52,7 +67,7 @@ def test_one_script_gives_the_same_losses_under_each_plugin(ranks: Path) -> None
 
 
 def test_fsdp_computes_what_one_process_does(ranks: Path) -> None:
-    alone = {name: trained("gemini", range(2), case)[0] for name, case in CASES.items()}
+    alone = {name: in_one_process(name)[0] for name in CASES}
     for rank in range(2):
         for name, losses in torch.load(ranks / f"fsdp.{rank}.pt").items():
             expected = alone.get(name, alone["gpt2"])[rank::2]
@@ -61,16 +76,15 @@ def test_fsdp_computes_what_one_process_does(ranks: Path) -> None:
 
 def test_a_run_goes_on_under_each_other_plugin(ranks: Path) -> None:
     """Files have the same bytes after a load under another plugin: weights, states and options."""
-    for saved_by in PLUGINS:
+    for saved_by, name in GOING_ON:
         expected = files_of(ranks / saved_by)
         assert len(expected) == 7  # of the model 4, of the optimizer 3
-        for name in PLUGINS:
-            for again in (f"{saved_by}-{name}", f"{saved_by}-{name}-parts"):
-                assert files_of(ranks / again) == expected, again
+        for again in (f"{saved_by}-{name}", f"{saved_by}-{name}-parts"):
+            assert files_of(ranks / again) == expected, again
 
 
 def test_micro_batches_under_no_sync_add_up(ranks: Path) -> None:
-    expected, _ = trained("gemini", range(4))
+    expected, _ = in_one_process(micro_batches=4)
     for rank in range(2):
         for name, losses in torch.load(ranks / f"accumulated.{rank}.pt").items():
             wanted = [expected[4 * step + 2 * rank + k] for step in range(STEPS) for k in range(2)]
@@ -175,12 +189,9 @@ def test_a_killed_rank_ends_the_others(
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, torch_plugin_cases.__file__, "alone", str(tmp_path)],
-        check=True,
-        env={name: value for name, value in os.environ.items() if name != "RANK"},
-    )
-    expected, _ = trained("gemini", range(2))
+    done = run_python(torch_plugin_cases.__file__, "alone", tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected, _ = in_one_process()
     of_model = sum(param.nbytes for param in CASE.build().parameters())
     found = json.loads((tmp_path / "alone.json").read_text())
     for name, (losses, ranks, parameters, states, norm) in found.items():

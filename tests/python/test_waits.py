@@ -28,7 +28,11 @@ def assert_said(output: str, place: str, awaited: str, last: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    ("link", "awaited"), [("auto", r"rank 1 \(process \d+\)"), ("group", "another rank")]
+    ("link", "awaited"),
+    [
+        ("auto", r"rank 1 \(process \d+\)"),
+        pytest.param("group", "another rank", marks=pytest.mark.whole),
+    ],
 )
 def test_a_rank_that_waits_says_where_for_whom_and_where_all_were_last(
     link: str, awaited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -41,8 +45,18 @@ def test_a_rank_that_waits_says_where_for_whom_and_where_all_were_last(
     assert_said(first, OF_ALL[4], awaited, OF_ALL[3])
 
 
+def test_ranks_that_share_no_memory_know_that_another_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CASTOR_RANK_LINK", "group")
+    first, _ = succeeded(run(wait_cases.comes_late_to_a_step, 2, tmp_path))
+    backward, step = OF_ALL[-2:]
+    assert_said(first, backward, "another rank")
+    assert_said(first, step, "another rank", backward)
+
+
 def test_ranks_of_several_machines_name_who_is_missing(tmp_path: Path) -> None:
-    outputs = succeeded(run(wait_cases.comes_late, 4, tmp_path, nodes=2))
+    outputs = succeeded(run(wait_cases.comes_late_to_a_step, 4, tmp_path, nodes=2))
     backward, step = OF_ALL[-2:]
     for rank, awaited in (
         (0, r"rank 1 \(process \d+\)"),  # of its machine, which waits for the last rank

@@ -25,7 +25,7 @@ from simulated import compute_as_asked
 
 PATIENCE = 0.5
 LATE = 8 * PATIENCE
-TIMEOUT = 15
+TIMEOUT = 8
 
 
 @contextmanager
@@ -46,24 +46,36 @@ def _late() -> bool:
     return last
 
 
-def comes_late(directory: Path) -> None:
-    """The last rank, to each call of all."""
+def _comes_late(directory: Path, *, also_elsewhere: bool) -> None:
     castor.launch_from_torch()
     rank = distributed.get_rank()
     with _saying():
-        _late()
+        if also_elsewhere:
+            _late()
         booster, model, optimizer = boosted = boost(TOWER)
         boosted.step(_tower_loss(model, rank, rank))
-        calls: tuple[Callable[[], Any], ...] = (
+        elsewhere: tuple[Callable[[], Any], ...] = (
             lambda: booster.save(directory / "run", model, optimizer),
             optimizer.state_dict,
+        )
+        for call in (
+            *(elsewhere if also_elsewhere else ()),
             lambda: booster.backward(_tower_loss(model, rank, rank), optimizer),
             optimizer.step,
-        )
-        for call in calls:
+        ):
             distributed.barrier()
             _late()
             call()
+
+
+def comes_late(directory: Path) -> None:
+    """The last rank, to each call of all."""
+    _comes_late(directory, also_elsewhere=True)
+
+
+def comes_late_to_a_step(directory: Path) -> None:
+    """As comes_late(), to a backward pass and the step after it alone."""
+    _comes_late(directory, also_elsewhere=False)
 
 
 def reads_gradients_in_backward(_: Path) -> None:

@@ -12,22 +12,28 @@ import torch
 from torch import distributed
 
 import castor
+from grids import some
 from helpers import copies
 from rank_cases import CLOSE, EXACT, TOWER, RankCase, _of_rank, _tower_loss, boost, train
-from zero_stage_cases import DEEP, SAVED, TIGHT, _over_the_group, chunk_bytes, lose_rank_1, steps_of
+from zero_stage_cases import DEEP, TIGHT, _over_the_group, chunk_bytes, lose_rank_1, steps_of
+from zero_stage_cases import SAVED as SAVED_IN_PARTS
 from zoo import tower, tower_batch, tower_loss
 
 SIZE = 4
-FP32 = {
+FP32 = some({
     **{name: EXACT[name] for name in ("uneven", "packed", "lazy")},
     "tight": TIGHT,
     "overlap": replace(TIGHT, settings=TIGHT.settings | {"overlap": "forward"}),
-}
+}, "uneven", "lazy", "tight", "overlap")  # fmt: skip
 """The bits of one process."""
-ROUNDED = {name: CLOSE[name] for name in ("bf16 split", "accumulated", "deferred", "nvme states")}
+ROUNDED = some(
+    {name: CLOSE[name] for name in ("bf16 split", "accumulated", "deferred", "nvme states")},
+    "bf16 split", "deferred",
+)  # fmt: skip
 """The bits of one copy."""
 NUM_COPIES = {"tight": (1, 2, 4), "overlap": (2, 4)}
 """By case; all others of FP32 with 2, and of ROUNDED with 1 and 2."""
+SAVED = some(SAVED_IN_PARTS, "fp32")
 
 
 def copied(case: RankCase, num_copies: int) -> RankCase:

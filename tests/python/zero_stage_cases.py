@@ -20,6 +20,7 @@ from torch import distributed, nn
 
 import castor
 from castor.runtime.engine import engine_of
+from grids import some, steps
 from helpers import Boosted, copies, plugin
 from rank_cases import (
     CLOSE,
@@ -35,21 +36,21 @@ from rank_cases import (
 from zoo import tower, tower_batch, tower_loss
 
 TIGHT = EXACT["tight"]
-STREAMED = {
+STREAMED = some({
     **{name: EXACT[name] for name in ("tight", "uneven", "frozen", "packed", "lazy", "lion")},
     "gpt2": EXACT["gpt2"],  # its output embedding is tied
     "overlap": replace(TIGHT, settings=TIGHT.settings | {"overlap": "forward"}),
     "link": replace(TIGHT, settings=TIGHT.settings | {"link_bandwidth": "1GB/s"}),
     "gathered": replace(EXACT["gpt2"], settings={"gather_embeddings": True}),
-}
+}, "tight", "uneven", "frozen", "packed", "lazy", "overlap", "gathered")  # fmt: skip
 """fp32: the bits of one process."""
-ROUNDED = {
+ROUNDED = some({
     name: CLOSE[name]
     for name in (
         *("bf16 fp32", "bf16 split", "bf16 split_int8", "fp16"),
         *("accumulated", "deferred", "nvme states"),
     )
-}
+}, "bf16 split", "bf16 split_int8", "accumulated", "nvme states")  # fmt: skip
 """The bits of ranks that have whole weights and gradients each."""
 ON_THREE = ("tight", "uneven")
 ON_FOUR = ("tight",)
@@ -63,7 +64,7 @@ def staged(case: RankCase, stage: object) -> RankCase:
 
 
 def steps_of(name: str) -> int:
-    return 10 if name in ON_THREE else 6
+    return steps(10 if name in ON_THREE else 6)
 
 
 @contextmanager
