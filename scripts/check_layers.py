@@ -80,14 +80,20 @@ PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"booster", "io_bench"}),
     frozenset({"report", "doctor", "integrations", "launch", "one_call", "selftest"}),
     frozenset({"model_files", "estimate_cache"}),
-    frozenset({"cli_estimates"}),
+    frozenset({"cli_estimates", "recipes"}),
     frozenset({"cli"}),
     frozenset({"__init__", "__main__"}),
 )
 # The runtime is told what to do by EngineSettings, and knows no plugin's arguments.
 PLUGIN_SETTINGS = re.compile(r"castor\.config\.(settings|\w+Config)\b")
 # Who may import what castor otherwise never does.
-OWNED_IMPORTS = {"transformers": frozenset({"distributed", "estimate", "integrations"})}
+OWNED_IMPORTS = {
+    "transformers": frozenset({"distributed", "estimate", "integrations", "recipes"}),
+    **{
+        name: frozenset({"recipes"})
+        for name in ("datasets", "fastapi", "pyarrow", "pydantic", "trl", "uvicorn")
+    },
+}
 DYNAMIC_IMPORTS = frozenset({"import_module", "__import__"})
 
 INCLUDE = re.compile(r"^\s*#\s*include\s*([<\"])([^>\"]+)[>\"]")

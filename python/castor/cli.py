@@ -1,7 +1,7 @@
 """The `castor` command, also `python -m castor`. Each sub-command is a function here.
 
-Those that predict are in castor.cli_estimates. A sub-command imports what it needs when it runs:
-`castor --help` answers without transformers.
+Those that predict are in castor.cli_estimates, those that chat and serve in castor.recipes. A
+sub-command imports what it needs when it runs: `castor --help` answers without transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from castor.cli_estimates import estimate, plan, scaling
+from castor.recipes.chat import chat
+from castor.recipes.data.show import data_app
+from castor.recipes.serve import serve
 
 app = typer.Typer(
     name="castor",
@@ -174,6 +177,50 @@ def run(
         join_timeout=join_timeout,
     )
     raise typer.Exit(status)
+
+
+@app.command()
+def init(
+    method: Annotated[str, typer.Argument(help="sft, dpo, reward or pretrain.")],
+    model: Annotated[str, typer.Option(help="A model's folder, or its name in the hub's cache.")],
+    data: Annotated[str, typer.Option(help="A file or folder of rows, or a hub name.")],
+) -> None:
+    """Print a commented recipe for castor train: castor init sft ... > recipe.yaml."""
+    from castor.recipes import require
+
+    require("castor init", "pydantic", "yaml")
+    from castor.recipes import init as recipes
+
+    typer.echo(recipes.init(method, model, data), nl=False)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file, such as castor init prints.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Replaces a setting: SECTION.NAME=VALUE, such as train.epochs=1; may be given "
+            "several times.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, and train nothing.")
+    ] = False,
+) -> None:
+    """Train a recipe, from its last checkpoint where there is one."""
+    from castor.recipes import require
+
+    require("castor train", "pydantic", "yaml", "trl", "datasets", "peft", "transformers")
+    from castor.recipes import train as recipes
+
+    raise typer.Exit(recipes.start(recipe, settings or [], dry_run=dry_run))
+
+
+app.add_typer(data_app)
+for _generates in (chat, serve):
+    app.command()(_generates)
 
 
 @app.command()

@@ -1,0 +1,542 @@
+"""Makes the data sets that a recipe trains on and is evaluated on.
+
+Rows are tokenised once, in parts of 20,000, by datasets.map. Each part is a file in the cache of
+the datasets library (HF_DATASETS_CACHE, in its folder castor) under the hash of the content, the
+tokenizer, the template and the settings. A part is renamed when it is complete: a run that was
+stopped goes on at the first part that is not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from castor.recipes.data import packing
+from castor.recipes.data.formats import BrokenRowError, Message, Preference, Text, parse
+from castor.recipes.data.sources import Source, in_memory, load
+from castor.recipes.data.tokens import IGNORED, Spans, Tokenizing, Tokens
+from castor.recipes.recipe import DataSection, DataSource
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+
+ROWS_PER_PART = 20_000
+_ROWS_PER_BATCH = 1000
+_LAYOUT = 1
+"""Version of the cached files; another one when their content changes for the same settings."""
+_OF_PAIRS = ("dpo", "reward")
+_MOST_NAMED = 5
+"""Number of broken rows that are named."""
+_PARTS = ("prompt", "chosen", "rejected")
+_OF_TOKENS = {"input_ids": datasets.List(datasets.Value("int32"))}
+_OF_TOKENS["labels"] = _OF_TOKENS["input_ids"]
+_TEXT = datasets.Value("string")
+_STATISTICS = {name: datasets.Value("int32") for name in ("length", "counted", "outcome")}
+
+
+class Outcome(IntEnum):
+    """Ends that the tokenising of a row can have; rows with the first two are trained on."""
+
+    KEPT = 0
+    TRUNCATED = 1
+    TOO_LONG = 2
+    """Left out, by truncation: drop."""
+    WITHOUT_LOSS = 3
+    """Left out: the loss would count none of its tokens, perhaps after truncation."""
+    BROKEN = 4
+    """Left out, by broken_rows: skip."""
+    BLANK = 5
+    """A line of blanks, which is no row."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data sets, ready for a trainer.
+
+    Attributes:
+        train: Rows to train on. Of sft and pretrain `input_ids` and `labels` (-100 where the loss
+            counts nothing), int32, and `position_ids` where rows are packed. Of dpo and reward
+            `prompt`, `chosen` and `rejected`.
+        held_out: Rows to evaluate on, with the same columns; None where held_out is 0.
+        outcomes: Number of rows of all sources, the held-out ones too, by outcome.
+        lengths: Tokens of each row of all sources before truncation, int32; of a pair the longer
+            answer with its prompt. Rows that could not be tokenised have 0.
+        broken: The first broken rows, each with its file and line, where they are skipped.
+        num_tokens: Tokens of train; of pairs those of the longer answer with its prompt.
+        num_counted: Those of them that the loss counts; 0 for pairs.
+        density: Share of train's rows times max_length that holds tokens; None without packing.
+        cache: Folder of the tokenised parts.
+    """
+
+    train: datasets.Dataset
+    held_out: datasets.Dataset | None
+    outcomes: Counter[Outcome]
+    lengths: npt.NDArray[np.int32] = field(repr=False)
+    broken: tuple[str, ...]
+    num_tokens: int
+    num_counted: int
+    density: float | None
+    cache: Path
+
+
+def prepare(data: DataSection, tokenizer: Any, *, method: str) -> Prepared:
+    """Loads, checks, tokenises, splits, mixes and packs what a recipe names.
+
+    The same data and settings give the same rows in the same order. A source's weight says how
+    often its rows are taken: 1 each once, 2 each twice, 0.5 a random half of them.
+
+    Args:
+        data: The section of the recipe.
+        tokenizer: The model's tokenizer, of transformers.
+        method: "sft", "pretrain", "dpo" or "reward".
+
+    Raises:
+        FileNotFoundError: A path is not there.
+        ValueError: Rows do not fit the method, a row is broken or too long and is to be refused,
+            the tokenizer lacks a template or an end token, or no row is left to train on.
+    """
+    work = _Work(data, tokenizer, method)
+    given = [DataSource(path=data.train)] if isinstance(data.train, str) else data.train
+    sources, weights = list[_Tokenised](), list[float]()
+    for one in given:
+        opened = work.open(one.path, data.format if one.format == "auto" else one.format)
+        sources += opened
+        weights += [one.weight] * len(opened)
+    trained = [source.usable for source in sources]
+    if isinstance(data.held_out, str):
+        others = work.open(data.held_out, data.format)
+        evaluated = [source.usable for source in others]
+        every = [*sources, *others]
+    else:
+        trained, evaluated = _split(trained, data.held_out, data.seed)
+        every = others = sources
+    random = np.random.default_rng([data.seed, 1])
+    trained = [
+        _repeated(rows, weight, random) for rows, weight in zip(trained, weights, strict=True)
+    ]
+    outcomes = Counter(
+        {
+            outcome: count
+            for outcome in Outcome
+            if (count := sum(int((source.outcomes == outcome).sum()) for source in every))
+        }
+    )
+    if not any(map(len, trained)):
+        listed = ", ".join(
+            f"{count} {outcome.name.lower().replace('_', ' ')}"
+            for outcome, count in sorted(outcomes.items())
+        )
+        raise ValueError(
+            f"no row of {', '.join(one.path for one in given)} is left to train on: {listed}, and "
+            f"held_out is {data.held_out}"
+        )
+    train, figures = work.joined(sources, trained, "train")
+    held_out = work.joined(others, evaluated, "held-out")[0] if any(map(len, evaluated)) else None
+    return Prepared(
+        train=train,
+        held_out=held_out,
+        outcomes=outcomes,
+        lengths=np.concatenate([source.lengths for source in every]),
+        broken=tuple(name for source in every for name in work.broken(source))[:_MOST_NAMED],
+        num_tokens=figures.num_tokens,
+        num_counted=figures.num_counted,
+        density=figures.density,
+        cache=work.cache,
+    )
+
+
+@dataclass(frozen=True)
+class _Figures:
+    num_tokens: int
+    num_counted: int
+    density: float | None
+
+
+@dataclass(frozen=True)
+class _Tokenised:
+    """One source with its tokenised rows, in the source's order; rows left out are empty."""
+
+    source: Source
+    table: datasets.Dataset
+    key: str
+
+    def _column(self, name: str) -> npt.NDArray[np.int32]:
+        found: npt.NDArray[np.int32] = self.table.data.column(name).to_numpy()
+        return found
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each row before truncation."""
+        return self._column("length")
+
+    @property
+    def counted(self) -> npt.NDArray[np.int32]:
+        """Tokens of each row that the loss counts, after truncation."""
+        return self._column("counted")
+
+    @property
+    def outcomes(self) -> npt.NDArray[np.int32]:
+        """The Outcome of each row."""
+        return self._column("outcome")
+
+    @property
+    def usable(self) -> Indices:
+        """Indices of the rows that can be trained on."""
+        return np.flatnonzero(self.outcomes <= Outcome.TRUNCATED)
+
+
+def _split(rows: list[Indices], held_out: float, seed: int) -> tuple[list[Indices], list[Indices]]:
+    """Draws the rows to evaluate on from all sources together; both halves keep their order."""
+    total = sum(map(len, rows))
+    count = int(held_out) if held_out >= 1 else round(total * held_out)
+    if 0 < held_out < 1:
+        count = max(count, 1)
+    if count >= total > 0:
+        raise ValueError(
+            f"data.held_out is {held_out}: {count} of {total} rows would leave none to train on; "
+            "give fewer"
+        )
+    drawn = np.zeros(total, bool)
+    drawn[np.random.default_rng([seed, 0]).permutation(total)[:count]] = True
+    parts = np.split(drawn, np.cumsum([len(one) for one in rows])[:-1])
+    pairs = list(zip(rows, parts, strict=True))
+    return [one[~part] for one, part in pairs], [one[part] for one, part in pairs]
+
+
+def _repeated(rows: Indices, weight: float, random: np.random.Generator) -> Indices:
+    """Takes each row `weight` times; of the fraction, randomly drawn rows once more."""
+    whole = int(weight)
+    more = np.sort(random.permutation(len(rows))[: round(len(rows) * (weight - whole))])
+    return np.concatenate([*[rows] * whole, rows[more]])
+
+
+class _Work:
+    """Tokenises sources and joins their rows, by one recipe's settings."""
+
+    def __init__(self, data: DataSection, tokenizer: Any, method: str) -> None:
+        template = None
+        if data.chat_template is not None:
+            template = Path(data.chat_template).read_text(encoding="utf-8")
+        self._data, self._pairs, self._method = data, method in _OF_PAIRS, method
+        self._tokenizing = Tokenizing(
+            tokenizer, template, loss_on="all" if self._pairs else data.loss_on
+        )
+        self._vocabulary = len(tokenizer)
+        self._key = _hash(
+            _LAYOUT, self._pairs, data.loss_on, data.max_length, data.truncation, data.broken_rows,
+            template, _identity(tokenizer),
+        )  # fmt: skip
+        self.cache = Path(datasets.config.HF_DATASETS_CACHE) / "castor"
+
+    def open(self, path: str, format_name: str) -> list[_Tokenised]:
+        """Opens and tokenises what a recipe names.
+
+        Raises:
+            ValueError: The format is none that the method trains on.
+        """
+        sources = load(path, format_name)
+        for source in sources:
+            if (source.format_name == "preference") != self._pairs:
+                wanted = "pairs (format preference)" if self._pairs else "conversations or texts"
+                raise ValueError(
+                    f"{source.name} has rows of format {source.format_name}, and method "
+                    f"{self._method} trains on {wanted}"
+                )
+        return [self._tokenised(source) for source in sources]
+
+    def _tokenised(self, source: Source) -> _Tokenised:
+        key = _hash(self._key, source.key, source.format_name, Path(source.name).suffix)
+        folder = self.cache / key
+        folder.mkdir(parents=True, exist_ok=True)
+        total = -(-len(source.rows) // ROWS_PER_PART)
+        to_columns, features = self._of_tokens, {**_OF_TOKENS, **_STATISTICS}
+        if self._pairs:
+            as_text = self._are_texts(source)
+            to_columns = functools.partial(self._of_pairs, as_text=as_text)
+            form = _TEXT if as_text else datasets.List({"role": _TEXT, "content": _TEXT})
+            features = {**dict.fromkeys(_PARTS, form), **_STATISTICS}
+        tables = list[datasets.Dataset]()
+        for number in range(total):
+            first = number * ROWS_PER_PART
+            rows = source.rows.select(range(first, min(first + ROWS_PER_PART, len(source.rows))))
+
+            def encode(
+                batch: dict[str, list[Any]], indices: list[int], first: int = first
+            ) -> dict[str, Any] | pa.Table:
+                return to_columns(source, source.read(batch, first + indices[0]))
+
+            part_of = f" ({number + 1} of {total})" if total > 1 else ""
+            tables.append(
+                rows.map(
+                    encode,
+                    batched=True,
+                    with_indices=True,
+                    batch_size=_ROWS_PER_BATCH,
+                    writer_batch_size=_ROWS_PER_BATCH,
+                    remove_columns=rows.column_names,
+                    features=datasets.Features(features),
+                    cache_file_name=str(folder / f"{number:05d}.arrow"),
+                    load_from_cache_file=True,
+                    new_fingerprint=f"{key}-{number}",
+                    desc=f"tokenise {Path(source.name).name}{part_of}",
+                )
+            )
+        return _Tokenised(source, datasets.concatenate_datasets(tables), key)
+
+    def _of_tokens(self, source: Source, rows: list[tuple[str, Any]]) -> pa.Table:
+        """Tokenises a batch of conversations or texts."""
+        found: list[Tokens | Outcome] = [Outcome.BROKEN] * len(rows)
+        texts = list[tuple[str, Spans, bool]]()
+        places = list[int]()
+        for at, (place, row) in enumerate(rows):
+            if row is None:
+                found[at] = Outcome.BLANK
+            elif source.format_name == "megatron":
+                found[at] = self._of_ids(place, row)
+            else:
+                try:
+                    if isinstance(row, BrokenRowError):
+                        raise row
+                    parsed = parse(row, source.format_name)
+                    assert not isinstance(parsed, Preference)
+                    text, spans = self._tokenizing.characters(parsed)
+                except BrokenRowError as error:
+                    self._refuse_broken(place, error)
+                    continue
+                texts.append((text, spans, isinstance(parsed, Text)))
+                places.append(at)
+        for at, tokens in zip(places, self._tokenizing(texts), strict=True):
+            if isinstance(tokens, BrokenRowError):
+                self._refuse_broken(rows[at][0], tokens)
+            else:
+                found[at] = tokens
+        return self._columns(rows, found)
+
+    def _of_ids(self, place: str, ids: npt.NDArray[Any]) -> Tokens:
+        """Takes the token ids of a Megatron-LM file."""
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary:
+            raise ValueError(
+                f"{place} has token ids {ids.min()} to {ids.max()}, and the tokenizer has "
+                f"{self._vocabulary}: the file was made with another one"
+            )
+        return Tokens(ids.tolist(), [(0, len(ids))])
+
+    def _columns(self, rows: list[tuple[str, Any]], found: list[Tokens | Outcome]) -> pa.Table:
+        """Makes the columns of a batch; rows that are left out have no tokens in them."""
+        limit = self._data.max_length
+        ids, counted_ranges, end = [np.empty(0, np.int32)], list[tuple[int, int]](), 0
+        borders, statistics = [0], list[tuple[int, int, int]]()
+        for (place, _), tokens in zip(rows, found, strict=True):
+            if isinstance(tokens, Outcome):
+                statistics.append((0, 0, tokens))
+                borders.append(end)
+                continue
+            length = len(tokens.ids)
+            ranges = [(begin, min(last, limit)) for begin, last in tokens.counted if begin < limit]
+            # No model predicts the first token, so that it never counts.
+            counted = sum(max(last - max(begin, 1), 0) for begin, last in ranges)
+            outcome = self._outcome(place, length)
+            if outcome is not Outcome.TOO_LONG and not counted:
+                outcome = Outcome.WITHOUT_LOSS
+            if outcome <= Outcome.TRUNCATED:
+                ids.append(np.asarray(tokens.ids[:limit], np.int32))
+                counted_ranges += [(end + begin, end + last) for begin, last in ranges]
+                end += len(ids[-1])
+            else:
+                counted = 0
+            statistics.append((length, counted, outcome))
+            borders.append(end)
+        flat = np.concatenate(ids)
+        labels = np.full_like(flat, IGNORED)
+        for begin, last in counted_ranges:
+            labels[begin:last] = flat[begin:last]
+        columns = zip(_STATISTICS, np.asarray(statistics, np.int32).T, strict=True)
+        return pa.table(
+            {"input_ids": _lists(borders, flat), "labels": _lists(borders, labels)}
+            | {name: pa.array(column) for name, column in columns}
+        )
+
+    def _outcome(self, place: str, length: int) -> Outcome:
+        limit, truncation = self._data.max_length, self._data.truncation
+        if length <= limit:
+            return Outcome.KEPT
+        if truncation == "refuse":
+            raise ValueError(
+                f"{place} has {length} tokens, and data.max_length is {limit}; raise it, or take "
+                "truncation: right or drop"
+            )
+        return Outcome.TRUNCATED if truncation == "right" else Outcome.TOO_LONG
+
+    def _refuse_broken(self, place: str, error: BrokenRowError) -> None:
+        if self._data.broken_rows == "refuse":
+            raise ValueError(
+                f"{place}: {error}. Correct the row, or leave out such rows: broken_rows: skip"
+            ) from error
+
+    def _are_texts(self, source: Source) -> bool:
+        """Whether prompts and answers are texts, not messages, as in the first pair that is one."""
+        for begin in range(0, len(source.rows), 100):
+            for _, row in source.read(source.rows[begin : begin + 100], begin):
+                try:
+                    pair = parse(row, source.format_name)
+                except BrokenRowError:
+                    continue
+                return isinstance(pair, Preference) and isinstance(pair.chosen, str)
+        return True
+
+    def _of_pairs(
+        self, source: Source, rows: list[tuple[str, Any]], as_text: bool
+    ) -> dict[str, Any]:
+        """Checks and measures a batch of pairs, which the trainer tokenises itself."""
+        columns: dict[str, list[Any]] = {name: [] for name in (*_PARTS, *_STATISTICS)}
+        for place, row in rows:
+            outcome, length = Outcome.BLANK if row is None else Outcome.BROKEN, 0
+            parts: Sequence[Any] = ("", "", "") if as_text else ([], [], [])
+            try:
+                if isinstance(row, BrokenRowError):
+                    raise row
+                if row is not None:
+                    pair = parse(row, source.format_name)
+                    assert isinstance(pair, Preference)
+                    length = self._length_of_pair(pair, as_text)
+                    outcome = self._outcome(place, length)
+                    if outcome <= Outcome.TRUNCATED:
+                        parts = (pair.prompt, pair.chosen, pair.rejected)
+            except BrokenRowError as error:
+                self._refuse_broken(place, error)
+            values = (*parts, length, 0, int(outcome))
+            for column, value in zip(columns.values(), values, strict=True):
+                column.append(value)
+        return columns
+
+    def _length_of_pair(self, pair: Preference, as_text: bool) -> int:
+        """Tokenises both answers with their prompt, and returns the longer one's length."""
+        prompt, *answers = (
+            _part(part, as_text) for part in (pair.prompt, pair.chosen, pair.rejected)
+        )
+        render = str if as_text else self._tokenizing.template.render
+        texts = [render(prompt + answer) for answer in answers]
+        done = self._tokenizing([(text, [(0, len(text))], as_text) for text in texts])
+        return max(len(tokens.ids) for tokens in done if isinstance(tokens, Tokens))
+
+    def broken(self, source: _Tokenised) -> list[str]:
+        """Names the first broken rows of a source, and why they are."""
+        named = list[str]()
+        for index in np.flatnonzero(source.outcomes == Outcome.BROKEN)[:_MOST_NAMED].tolist():
+            ((place, row),) = source.source.read(source.source.rows[index : index + 1], index)
+            why = row if isinstance(row, BrokenRowError) else self._why(source.source, row)
+            named.append(f"{place}: {why}")
+        return named
+
+    def _why(self, source: Source, row: Any) -> str:
+        try:
+            parsed = parse(row, source.format_name)
+            if isinstance(parsed, Preference):
+                return str(self._length_of_pair(parsed, self._are_texts(source)))
+            text, spans = self._tokenizing.characters(parsed)
+            return str(self._tokenizing([(text, spans, isinstance(parsed, Text))])[0])
+        except BrokenRowError as error:
+            return str(error)
+
+    def joined(
+        self, sources: list[_Tokenised], chosen: list[Indices], name: str
+    ) -> tuple[datasets.Dataset, _Figures]:
+        """Joins the chosen rows of all sources, packed where the recipe says so."""
+        begins = np.cumsum([0, *(len(source.table) for source in sources)])[:-1]
+        rows = np.concatenate([one + at for one, at in zip(chosen, begins, strict=True)])
+        table = datasets.concatenate_datasets([source.table for source in sources])
+        lengths = np.concatenate([source.lengths for source in sources])[rows]
+        lengths = np.minimum(lengths, self._data.max_length).astype(np.int64)
+        counted = int(np.concatenate([source.counted for source in sources])[rows].sum())
+        num_tokens = int(lengths.sum())
+        if self._pairs or not self._data.packing:
+            columns = _PARTS if self._pairs else ("input_ids", "labels")
+            kept = table.select(rows).select_columns(list(columns))
+            return kept, _Figures(num_tokens, counted, None)
+        packed = packing.best_fit_decreasing(lengths, self._data.max_length)
+        order = np.random.default_rng([self._data.seed, 2]).permutation(len(packed))
+        plan = [rows[packed[at]] for at in order.tolist()]
+        key = _hash(*(source.key for source in sources), rows.tobytes().hex(), self._data.seed)
+        density = packing.density(lengths, len(packed), self._data.max_length)
+        return self._packed(table, plan, key, name), _Figures(num_tokens, counted, density)
+
+    def _packed(
+        self, table: datasets.Dataset, plan: list[Indices], key: str, name: str
+    ) -> datasets.Dataset:
+        """Writes packed rows."""
+        documents = table.select_columns(["input_ids", "labels"]).with_format("arrow")
+
+        def pack(_: dict[str, list[Any]], places: list[int]) -> pa.Table:
+            rows = [plan[place] for place in places]
+            taken = documents[np.concatenate(rows)]
+            ids, labels = (taken.column(column).combine_chunks() for column in taken.column_names)
+            lengths = np.asarray(ids.value_lengths(), np.int64)
+            flat = ids.flatten().to_numpy(), labels.flatten().to_numpy()
+            columns = [flat[0], *packing.join(*flat, lengths)]
+            borders = np.cumsum([0, *map(len, rows)])
+            ends = np.cumsum([0, *lengths])[borders]
+            names = ("input_ids", "labels", "position_ids")
+            lists = [_lists(ends, column) for column in columns]
+            return pa.table(dict(zip(names, lists, strict=True)))
+
+        rows = in_memory({"row": np.arange(len(plan))}, key)
+        ids = _OF_TOKENS["input_ids"]
+        folder = self.cache / key
+        folder.mkdir(parents=True, exist_ok=True)
+        return rows.map(
+            pack,
+            batched=True,
+            with_indices=True,
+            batch_size=_ROWS_PER_BATCH // 10,
+            remove_columns=["row"],
+            features=datasets.Features({**_OF_TOKENS, "position_ids": ids}),
+            cache_file_name=str(folder / f"{name}.arrow"),
+            load_from_cache_file=True,
+            new_fingerprint=f"{key}-{name}",
+            desc=f"pack the rows to {name}",
+        )
+
+
+def _lists(borders: npt.ArrayLike, flat: npt.NDArray[Any]) -> pa.ListArray:
+    """Makes a column of lists that follow each other in one array."""
+    return pa.ListArray.from_arrays(np.asarray(borders, np.int32), pa.array(flat))
+
+
+def _part(part: str | list[Message], as_text: bool) -> Any:
+    """Returns a part of a pair.
+
+    Raises:
+        BrokenRowError: It is of another form than the first row's, or a turn has more fields.
+    """
+    if isinstance(part, str) != as_text:
+        raise BrokenRowError("its prompt and answers are of another form than the first row's")
+    for turn in part if not as_text else []:
+        if isinstance(turn, dict) and len(turn) > 2:
+            more = ", ".join(sorted(set(turn) - {"role", "content"}))
+            raise BrokenRowError(f"a turn has {more}; pairs hold role and content alone")
+    return part
+
+
+def _hash(*values: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
+
+
+def _identity(tokenizer: Any) -> list[Any]:
+    """Returns all that decides how a tokenizer makes ids of text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    return [
+        type(tokenizer).__name__, words, tokenizer.special_tokens_map, tokenizer.chat_template,
+        datasets.__version__,
+    ]  # fmt: skip

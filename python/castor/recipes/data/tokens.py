@@ -1,0 +1,447 @@
+"""Conversations and texts become token ids, and labels that say which tokens the loss counts.
+
+The loss counts all that the assistant has to write itself: a turn from the end of the template's
+generation prompt to the end of the turn, with the template's end-of-turn token. Templates that mark
+those places themselves, by {% generation %}, are followed. Otherwise the places are characters of
+the rendered text: the history of a turn with the generation prompt, and the history with the turn,
+are rendered, and both must be prefixes of the rendered conversation. A template that writes earlier
+turns otherwise than the last, and for example drops their reasoning, breaks that; then the content
+of a turn is found by rendering the conversation with other contents in its place.
+
+A token counts where it holds at least one such character, so that tokens that merge across a border
+count. Tokenizers without character offsets must give the ids of the text before a border as a
+prefix of all ids.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import jinja2
+
+from castor.recipes.data.formats import (
+    BrokenRowError,
+    Conversation,
+    Message,
+    Text,
+    num_shared,
+)
+
+IGNORED: Final = -100
+"""Label of tokens that the loss does not count."""
+
+Spans: TypeAlias = list[tuple[int, int]]
+"""Ranges of characters, each without its end."""
+
+_PROBES = ("Kx7 one", "Qz4 two")
+"""Contents that differ in their first and last characters, to see where a template writes one."""
+
+
+class NoTemplateError(ValueError):
+    """There is no chat template, and the rows are conversations."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The token ids of one row.
+
+    Attributes:
+        ids: Token ids, before any truncation.
+        counted: Ranges of tokens that the loss counts.
+    """
+
+    ids: list[int]
+    counted: Spans
+
+    def labels(self) -> list[int]:
+        """Returns the ids where the loss counts them, IGNORED elsewhere."""
+        labels = [IGNORED] * len(self.ids)
+        for begin, end in self.counted:
+            labels[begin:end] = self.ids[begin:end]
+        return labels
+
+
+class ChatTemplate:
+    """Renders conversations, and finds the characters that the assistant has to write.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        template: Text of a chat template; None: the tokenizer's own.
+
+    Raises:
+        NoTemplateError: The tokenizer has none, and none was given.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        try:
+            self.text: str = tokenizer.get_chat_template(template)
+        except ValueError as error:
+            raise NoTemplateError(
+                "the rows are conversations, and the tokenizer has no chat template; name a file "
+                "with one in data.chat_template"
+            ) from error
+        self._marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.text))
+        self._pieces: dict[tuple[str, bool], tuple[str, str] | None] = {}
+
+    def render(
+        self, messages: list[Message], tools: Any = None, *, generation_prompt: bool = False
+    ) -> str:
+        """Renders messages as text.
+
+        Raises:
+            BrokenRowError: The template refuses the messages.
+        """
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=self.text,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            raise BrokenRowError(f"the chat template refuses the conversation: {error}") from error
+        return text
+
+    def spans(self, conversation: Conversation) -> tuple[str, Spans]:
+        """Renders a conversation and finds its turns of the assistant.
+
+        Returns:
+            The text, and the ranges of characters that the assistant has to write.
+
+        Raises:
+            BrokenRowError: The template refuses the conversation, or the place of a turn cannot be
+                told.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        turns = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
+        if self._marked:
+            return self._marked_spans(conversation, turns)
+        full = self.render(messages, tools)
+        found = self._by_pieces(messages, full) if tools is None else None
+        if found is None:
+            within = _Turns(self, messages, tools, full)
+            found = {turn: within.span(turn) for turn in turns if turn >= conversation.loss_from}
+        return full, [found[turn] for turn in turns if turn >= conversation.loss_from]
+
+    def _marked_spans(self, conversation: Conversation, turns: list[int]) -> tuple[str, Spans]:
+        """Takes the ranges that the template marks by {% generation %}."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            (full,), (found,) = render_jinja_template(
+                [conversation.messages],
+                tools=conversation.tools,
+                chat_template=self.text,
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            raise BrokenRowError(f"the chat template refuses the conversation: {error}") from error
+        if conversation.loss_from == 0:
+            return full, list(found)
+        if len(found) != len(turns):
+            raise BrokenRowError(
+                f"the chat template marks {len(found)} places by generation, and the conversation "
+                f"has {len(turns)} turns of the assistant: those of the completion cannot be told"
+            )
+        pairs = zip(turns, found, strict=True)
+        return full, [place for turn, place in pairs if turn >= conversation.loss_from]
+
+    def _by_pieces(self, messages: list[Message], full: str) -> dict[int, tuple[int, int]] | None:
+        """Finds the turns in a text that is nothing but fixed pieces around contents.
+
+        Most templates write each turn as a fixed beginning, the content and a fixed end, which are
+        learned once for each role. A text that consists of them exactly has its turns where they
+        say, and needs no second rendering.
+
+        Returns:
+            The range of each turn of the assistant, or None: the text is otherwise.
+        """
+        at, found = 0, dict[int, tuple[int, int]]()
+        if self.prompt is None:
+            return None
+        for number, message in enumerate(messages):
+            if len(message) != 2:
+                return None
+            role = message["role"]
+            pieces = self._piece(role, number == 0)
+            if pieces is None:
+                return None
+            content, (before, after) = message["content"], pieces
+            begin = at + len(before)
+            at = begin + len(content) + len(after)
+            if not content or full[begin - len(before) : at] != f"{before}{content}{after}":
+                return None
+            if role == "assistant":
+                if not before.startswith(self.prompt):
+                    return None
+                found[number] = begin - len(before) + len(self.prompt), at
+        return found if at == len(full) else None
+
+    @functools.cached_property
+    def prompt(self) -> str | None:
+        """The text that add_generation_prompt adds after a turn of the user; None: it is no text.
+
+        It is empty where a template does not know add_generation_prompt: the assistant then has to
+        write the whole turn.
+        """
+        user: list[Message] = [{"role": "user", "content": _PROBES[0]}]
+        try:
+            history, asked = (self.render(user, generation_prompt=asks) for asks in (False, True))
+        except BrokenRowError:
+            return None
+        return asked[len(history) :] if asked.startswith(history) else None
+
+    def _piece(self, role: str, first: bool) -> tuple[str, str] | None:
+        """Returns what the template writes before and after a content; None: it cannot be told."""
+        key = (role, first)
+        if key not in self._pieces:
+            self._pieces[key] = self._learn(role, first)
+        return self._pieces[key]
+
+    def _learn(self, role: str, first: bool) -> tuple[str, str] | None:
+        user, answer = ({"role": name, "content": _PROBES[0]} for name in ("user", "assistant"))
+        if role not in ("system", "user", "assistant") or (first and role == "assistant"):
+            return None
+        history: list[Message] = [] if first else [user] if role == "assistant" else [user, answer]
+        if role == "system" and not first:
+            return None
+        try:
+            before = self.render(history) if history else ""
+            texts = [self.render([*history, {"role": role, "content": probe}]) for probe in _PROBES]
+        except BrokenRowError:
+            return None
+        parts = [
+            text.removeprefix(before).split(probe)
+            for text, probe in zip(texts, _PROBES, strict=True)
+        ]
+        if not all(text.startswith(before) for text in texts) or parts[0] != parts[1]:
+            return None
+        return (parts[0][0], parts[0][1]) if len(parts[0]) == 2 else None
+
+
+class _Turns:
+    """Finds turns of one conversation in its rendered text."""
+
+    def __init__(
+        self, template: ChatTemplate, messages: list[Message], tools: Any, full: str
+    ) -> None:
+        self._template, self._messages, self._tools, self._full = template, messages, tools, full
+
+    def span(self, turn: int) -> tuple[int, int]:
+        """Returns the range of characters that the assistant has to write for a turn.
+
+        Raises:
+            BrokenRowError: It cannot be told.
+        """
+        begin = self._begin(turn)
+        end = self._end(turn)
+        if not begin < end:
+            raise self._refused(turn)
+        return begin, end
+
+    def _begin(self, turn: int) -> int:
+        head = self._render(turn, generation_prompt=True)
+        if head is not None and self._full.startswith(head):
+            return len(head)
+        # The history alone is refused or written otherwise, or the prompt opens a reasoning that
+        # this turn lacks. The prompt, or most of it, stands between the last content and this one.
+        start, _ = self._content(self._messages, turn, self._full)
+        history = self._render(turn)
+        if history is not None and self._full.startswith(history):
+            lowest = len(history)
+        else:
+            lowest = self._content(self._messages, turn - 1, self._full)[1] if turn else 0
+        between, prompt = self._full[lowest:start], self._template.prompt or ""
+        if prompt and (at := between.rfind(prompt)) >= 0:
+            return lowest + at + len(prompt)
+        for length in range(len(prompt) - 1, len(prompt) // 2, -1):
+            if between.endswith(prompt[:length]):
+                return start
+        raise self._refused(turn)
+
+    def _end(self, turn: int) -> int:
+        if turn == len(self._messages) - 1:
+            return len(self._full)
+        tail = self._render(turn + 1)
+        if tail is None:
+            raise self._refused(turn)
+        if self._full.startswith(tail):
+            return len(tail)
+        _, end = self._content(self._messages, turn, self._full)
+        _, end_alone = self._content(self._messages[: turn + 1], turn, tail)
+        after = tail[end_alone:]
+        if not self._full.startswith(after, end):
+            raise self._refused(turn)
+        return end + len(after)
+
+    def _render(self, count: int, *, generation_prompt: bool = False) -> str | None:
+        """Renders the first messages; None where the template refuses those."""
+        if count == 0:
+            return None
+        try:
+            return self._template.render(
+                self._messages[:count], self._tools, generation_prompt=generation_prompt
+            )
+        except BrokenRowError:
+            return None
+
+    def _content(self, messages: list[Message], turn: int, text: str) -> tuple[int, int]:
+        """Returns the range of a turn's content, by rendering others in its place."""
+        try:
+            one, other = (
+                self._template.render(
+                    [*messages[:turn], {**messages[turn], "content": probe}, *messages[turn + 1 :]],
+                    self._tools,
+                )
+                for probe in _PROBES
+            )
+        except BrokenRowError:
+            raise self._refused(turn) from None
+        begin = num_shared(one, other)
+        after = num_shared(one[::-1], other[::-1])
+        kept = text[:begin] == one[:begin] and text[len(text) - after :] == one[len(one) - after :]
+        if not kept or begin + after > len(text):
+            raise self._refused(turn)
+        return begin, len(text) - after
+
+    def _refused(self, turn: int) -> BrokenRowError:
+        return BrokenRowError(
+            f"the chat template does not show where turn {turn + 1}, the assistant's, begins and "
+            "ends; mark that place in the template by {% generation %} and {% endgeneration %}, or "
+            "take loss_on: all"
+        )
+
+
+class Tokenizing:
+    """Tokenises rows in batches.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        template: Text of a chat template; None: the tokenizer's own.
+        loss_on: "assistant", or "all" for every token.
+
+    Raises:
+        ValueError: The tokenizer has no end-of-sequence token, which a text needs. The error comes
+            with the first such text.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None, *, loss_on: str) -> None:
+        self._tokenizer, self._given, self._loss_on = tokenizer, template, loss_on
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template; looked for with the first conversation."""
+        return ChatTemplate(self._tokenizer, self._given)
+
+    @functools.cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Token ids that a text gets before and after it: the tokenizer's own, and the end."""
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            raise ValueError(
+                "the tokenizer has no eos_token, which ends each text; set one in its "
+                "tokenizer_config.json"
+            )
+        alone, whole = (
+            self._tokenizer("x", add_special_tokens=special)["input_ids"]
+            for special in (False, True)
+        )
+        at = next(i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+        after = whole[at + len(alone) :]
+        return whole[:at], after if end in after else [*after, end]
+
+    def characters(self, row: Conversation | Text) -> tuple[str, Spans]:
+        """Returns the text of a row, and the ranges of its characters that the loss counts.
+
+        Raises:
+            BrokenRowError: The chat template refuses the row.
+        """
+        if isinstance(row, Text):
+            first = row.prompt_characters if self._loss_on == "assistant" else 0
+            return row.text, [(first, len(row.text))]
+        if self._loss_on == "all":
+            text = self.template.render(row.messages, row.tools)
+            return text, [(0, len(text))]
+        return self.template.spans(row)
+
+    def __call__(self, rows: Sequence[tuple[str, Spans, bool]]) -> list[Tokens | BrokenRowError]:
+        """Tokenises texts in one call of the tokenizer.
+
+        Args:
+            rows: The text of each row, its counted characters, and whether it is a text without a
+                template, which gets the tokenizer's special tokens.
+
+        Returns:
+            Token ids and counted ranges of each row, or why the ranges cannot be told.
+        """
+        if not rows:
+            return []
+        encoded = self._tokenizer(
+            [text for text, _, _ in rows],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        encodings = encoded.encodings or [None] * len(rows)
+        found = list[Tokens | BrokenRowError]()
+        for (text, spans, plain), ids, encoding in zip(
+            rows, encoded["input_ids"], encodings, strict=True
+        ):
+            try:
+                ranges = self._ranges(text, spans, ids, encoding)
+            except BrokenRowError as error:
+                found.append(error)
+                continue
+            if plain:
+                before, after = self._around
+                first = 0 if spans[0][0] == 0 else ranges[0][0] + len(before)
+                ids = [*before, *ids, *after]
+                ranges = [(first, len(ids))]
+            found.append(Tokens(ids, ranges))
+        return found
+
+    def _ranges(self, text: str, spans: Spans, ids: list[int], encoding: Any) -> Spans:
+        """Turns ranges of characters into ranges of tokens."""
+        if spans == [(0, len(text))]:
+            return [(0, len(ids))]
+        if encoding is None:
+            borders = [self._border(text, at, ids) for span in spans for at in span]
+            return list(zip(borders[::2], borders[1::2], strict=True))
+        places, count = encoding.token_to_chars, len(ids)
+
+        def ends_after(token: int, at: int) -> bool:
+            end: int = places(token)[1]
+            return end > at
+
+        def begins_from(token: int, at: int) -> bool:
+            return places(token)[0] >= at and ends_after(token, at)
+
+        found: Spans = []
+        for span in spans:
+            first, last = (
+                bisect_left(range(count), True, key=functools.partial(reaches, at=at))
+                for reaches, at in zip((ends_after, begins_from), span, strict=True)
+            )
+            found.append((first, last))
+        return found
+
+    def _border(self, text: str, at: int, ids: list[int]) -> int:
+        """Returns the number of tokens before a character, of a tokenizer without offsets."""
+        if at == len(text):
+            return len(ids)
+        before: list[int] = self._tokenizer(text[:at], add_special_tokens=False)["input_ids"]
+        if ids[: len(before)] != before:
+            raise BrokenRowError(
+                f"the tokenizer ({type(self._tokenizer).__name__}) has no character offsets and "
+                f"merges tokens across character {at}, where the loss begins or ends; take a fast "
+                "tokenizer, or loss_on: all"
+            )
+        return len(before)

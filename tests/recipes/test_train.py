@@ -1,0 +1,332 @@
+"""`castor train`: plain TRL's losses in a part of its memory, repeats, resumes, and methods."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from castor.errors import UsageError
+from castor.recipes import train
+from castor.recipes.recipe import Recipe, dump, load
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+DEVICE = 6 * 2**20
+"""Bytes of the budget; parameters, gradients and moments alone take 15.6 MiB in plain PyTorch."""
+STEPS = 4
+SETTINGS = {
+    "precision": "fp32", "device": "cpu", "device_memory": "6MiB", "host_memory": "256MiB",
+}  # fmt: skip
+RECIPE = """\
+model: {{path: {place}/model}}
+data: {{train: {place}/{rows}, held_out: 0, max_length: 64, packing: {packing}}}
+method: {{name: {method}, adapter: {adapter}}}
+train: {{max_steps: 4, batch_size: 2, learning_rate: 1e-3, seed: 3, warmup: 0, weight_decay: 0.01}}
+memory: {{precision: fp32, device: cpu, device_memory: 6MiB, host_memory: 256MiB}}
+log: {{every: 1}}
+output: {{dir: {place}/{name}, save_every: 2, keep: null}}
+"""
+
+
+def recipe_file(
+    place: Path,
+    name: str,
+    method: str = "sft",
+    *,
+    adapter: str = "full",
+    rows: str = "chats.jsonl",
+    packing: bool = False,
+    more: str = "",
+) -> Path:
+    text = RECIPE.format(
+        place=place, name=name, method=method, adapter=adapter, rows=rows,
+        packing=str(packing).lower(),
+    )  # fmt: skip
+    file = place / f"{name}.yaml"
+    file.write_text(text + more)
+    return file
+
+
+def castor(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "castor", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def logged(run: Path, name: str = "loss") -> list[float]:
+    state = json.loads((run / "trainer_state.json").read_text())
+    return [float(entry[name]) for entry in state["log_history"] if name in entry]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> Path:
+    """A run of `castor train`, from the command's function on."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert train.start(recipe_file(place, "trained"), [], dry_run=False) == 0
+    assert "of a budget of 6.0 MiB" in said.getvalue()
+    return place / "trained"
+
+
+@pytest.fixture(scope="module")
+def others(place: Path, trained: Path) -> Path:
+    """Runs that one process trains, as castor train does one."""
+    again = load(trained / "recipe.yaml", [f"output.dir={place / 'again'}"])
+    resumed = load(trained / "recipe.yaml", [f"output.dir={place / 'resumed'}"])
+    shutil.copytree(trained / "checkpoint-2", place / "resumed" / "checkpoint-2")
+    (place / "resumed" / "checkpoint-3").mkdir()  # a killed process had just begun it
+    files = []
+    for name, recipe in (("again", again), ("resumed", resumed)):
+        files.append(place / f"{name}.yaml")
+        files[-1].write_text(dump(recipe))
+    files += [
+        recipe_file(place, "adapters", adapter="lora", packing=True),
+        recipe_file(place, "preferred", "dpo", rows="pairs.jsonl"),
+        recipe_file(place, "rewarded", "reward", rows="pairs.jsonl"),
+        recipe_file(place, "pretrained", "pretrain", rows="text.jsonl", packing=True),
+    ]
+    script = Path(__file__).with_name("several.py")
+    command = ["-m", "castor.integrations.script", json.dumps(SETTINGS), script, *files]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return place
+
+
+def test_losses_are_those_of_plain_trl_in_less_than_half_of_its_memory(
+    place: Path, trained: Path, tmp_path: Path
+) -> None:
+    import trl
+    from datasets import Dataset
+
+    rows = [json.loads(line) for line in (place / "chats.jsonl").read_text().splitlines()]
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=2,
+        learning_rate=1e-3, lr_scheduler_type="cosine", weight_decay=0.01, seed=3, bf16=False,
+        use_cpu=True, activation_checkpointing=False, logging_steps=1, save_strategy="no",
+        report_to=[], disable_tqdm=True, max_length=64, assistant_only_loss=True,
+    )  # fmt: skip
+    plain = trl.SFTTrainer(
+        model=str(place / "model"),
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(place / "model"),
+    )
+    num_params = sum(param.numel() for param in plain.model.parameters())
+    assert 16 * num_params / 2 > DEVICE
+    plain.train()
+    for name in ("loss", "grad_norm"):
+        expected = [entry[name] for entry in plain.state.log_history if name in entry]
+        assert len(expected) == STEPS
+        assert logged(trained, name) == pytest.approx(list(map(float, expected)), rel=1e-5)
+
+
+def test_the_recipe_in_a_run_repeats_it_bit_for_bit(trained: Path, others: Path) -> None:
+    assert weights(others / "again") == weights(trained)
+    assert logged(others / "again") == logged(trained)
+    kept = load(trained / "recipe.yaml")
+    assert kept.versions["torch"] == torch.__version__.split("+")[0]
+    assert "trl" in kept.versions
+
+
+def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
+    trained: Path, others: Path
+) -> None:
+    assert weights(others / "resumed") == weights(trained)
+    assert logged(others / "resumed") == logged(trained)
+    assert logged(others / "resumed", "grad_norm") == logged(trained, "grad_norm")
+
+
+def test_every_method_trains(others: Path) -> None:
+    for name in ("preferred", "rewarded", "pretrained"):
+        changed = load_file(others / name / "model.safetensors")
+        before = load_file(others / "model" / "model.safetensors")
+        assert any(not torch.equal(changed[key], before[key]) for key in before if key in changed)
+        assert len(logged(others / name)) == STEPS
+    assert logged(others / "preferred")[0] == pytest.approx(0.6931, abs=1e-4)  # log 2
+    adapters = load_file(others / "adapters" / "adapter_model.safetensors")
+    assert all("lora_" in key for key in adapters)
+    assert any(value.any() for key, value in adapters.items() if "lora_B" in key)
+
+
+def test_the_same_command_says_that_a_finished_run_is_finished(
+    trained: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.start(recipe_file(place, "trained"), [], dry_run=False) == 0
+    assert f"is finished after {STEPS} steps" in capsys.readouterr().err
+
+
+def test_a_folder_with_another_run_is_refused(trained: Path, place: Path) -> None:
+    with pytest.raises(UsageError, match=r"holds a run with train\.seed: 3, and the recipe says 4"):
+        train.start(recipe_file(place, "trained"), ["train.seed=4"], dry_run=False)
+    (place / "strange" / "checkpoint-1").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"holds checkpoints and no recipe\.yaml"):
+        train.start(recipe_file(place, "strange"), [], dry_run=False)
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = recipe_file(place, "planned")
+    assert train.start(file, ["data.packing=true", "data.held_out=4"], dry_run=True) == 0
+    said = capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(place / "model")
+    num_params = sum(param.numel() for param in model.parameters())
+    assert f"parameters: {num_params:,}, of which {num_params:,} train" in said
+    assert "steps: 4 of 2 x 1 x 1 sequences" in said
+    assert "of a budget of 6.0 MiB" in said
+    assert said.rstrip().endswith("nothing was trained")
+    assert not (place / "planned").exists()
+    assert train.start(file, ["memory.device_memory=1MiB"], dry_run=True) == 1
+    assert "the budgets do not hold a step" in capsys.readouterr().out
+
+
+def recipe_of(place: Path, *overrides: str, method: str = "sft") -> Recipe:
+    return load(recipe_file(place, "counted", method), overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows", "steps"),
+    [
+        ([], 100, 4),
+        (["train.max_steps=null"], 5, 3),
+        (["train.max_steps=null", "train.epochs=2", "train.gradient_accumulation=2"], 5, 4),
+        (["train.max_steps=null", "parallel.nproc=2"], 5, 2),
+        (["train.max_steps=null", "train.epochs=0.5"], 100, 25),
+    ],
+)
+def test_steps_are_counted_as_the_trainer_does(
+    place: Path, overrides: list[str], rows: int, steps: int
+) -> None:
+    assert train.num_steps(recipe_of(place, *overrides), rows) == steps
+
+
+def test_packed_documents_do_not_see_each_other(place: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(place / "model").eval()
+    first, second = [5, 6, 7, 8, 9], [30, 31, 32]
+    collate = train.Collator(3)
+    apart = [{"input_ids": ids, "labels": ids} for ids in (first, second)]
+    packed = {
+        "input_ids": first + second,
+        "labels": first + second,
+        "position_ids": [*range(5), *range(3)],
+    }
+    batch, together = collate(apart), collate([packed])
+    assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
+    assert batch["labels"][1].tolist() == [30, 31, 32, -100, -100]
+    assert batch["input_ids"][1].tolist() == [30, 31, 32, 3, 3]
+    assert "attention_mask" not in together
+    assert together["labels"].tolist() == [[-100, 6, 7, 8, 9, -100, 31, 32]]
+    with torch.no_grad():
+        found = model(**together).logits[0]
+        expected = model(**batch).logits
+    torch.testing.assert_close(found[:5], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[5:], expected[1, :3], rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoints_that_are_not_complete_are_left_out_and_removed(tmp_path: Path) -> None:
+    for name, state in (("2", "{}"), ("10", "{}"), ("12", '{"cut'), ("14", None), ("best", "{}")):
+        (tmp_path / f"checkpoint-{name}").mkdir()
+        if state is not None:
+            (tmp_path / f"checkpoint-{name}" / "trainer_state.json").write_text(state)
+    assert train.last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    assert (tmp_path / "checkpoint-14").is_dir()
+    train.last_checkpoint(tmp_path, remove_incomplete=True)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["checkpoint-10", "checkpoint-2", "checkpoint-best"]
+    assert train.last_checkpoint(tmp_path / "nothing") is None
+
+
+def changed_model(place: Path, tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "model"
+    shutil.copytree(place / "model", path)
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["LlamaModel"]}, "names LlamaModel, and sft trains a model that"),
+        ({"architectures": None}, "names no architecture, and sft trains"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantised already"),
+        ({"vocab_size": 100}, r"has 5\d\d tokens, and the model .* embeds 100"),
+    ],
+)
+def test_a_model_that_does_not_suit_is_refused(
+    place: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    model = changed_model(place, tmp_path, **changes)
+    with pytest.raises(UsageError, match=said):
+        train.start(recipe_file(place, "refused"), [f"model.path={model}"], dry_run=True)
+
+
+def test_an_adapter_is_refused_as_the_model(place: Path, tmp_path: Path) -> None:
+    model = changed_model(place, tmp_path)
+    (model / "adapter_config.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds an adapter, and a recipe begins with a whole"):
+        train.start(recipe_file(place, "refused"), [f"model.path={model}"], dry_run=True)
+
+
+def test_qlora_without_bitsandbytes_says_what_to_install(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install bitsandbytes, or give adapter"):
+        train.start(recipe_file(place, "four", adapter="qlora"), [], dry_run=True)
+
+
+def test_training_without_castor_in_the_process_is_refused(place: Path) -> None:
+    with pytest.raises(UsageError, match="trains in the process that castor train starts"):
+        train.fit(recipe_of(place))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_same_command_goes_on_where_a_signal_ended_it(
+    place: Path, trained: Path, how: signal.Signals
+) -> None:
+    name = f"ended-by-{how.name}"
+    file = recipe_file(place, name)
+    run = place / name
+    with subprocess.Popen(
+        [sys.executable, "-m", "castor", "train", str(file)],
+        start_new_session=True, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        end = time.monotonic() + 240
+        while not (run / "checkpoint-2" / "trainer_state.json").is_file():
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        if how == signal.SIGKILL:
+            os.killpg(process.pid, how)
+        else:
+            process.send_signal(how)
+        process.communicate(timeout=120)
+    assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
+    assert not (run / "trainer_state.json").exists()
+    done = castor("train", file)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert weights(run) == weights(trained)
+    assert logged(run) == logged(trained)
