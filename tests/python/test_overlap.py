@@ -26,6 +26,7 @@ from helpers import (
     copies,
     equal,
 )
+from rank_processes import run_python
 from zoo import CASES, Case, tower, tower_batch
 
 WIDTH, ROWS = 1536, 2
@@ -140,7 +141,7 @@ def test_reading_right_after_step_sees_the_new_values(name: str) -> None:
             boosted.aliases = [p.detach() for p in boosted.held]  # type: ignore[attr-defined]
         if name == "state_dict_of_before":
             boosted.state = boosted.model.state_dict()  # type: ignore[attr-defined]
-        for seed in range(2):
+        for seed in range(3):
             boosted.optimizer.zero_grad()
             boosted.booster.backward(boosted.model(data(seed)), boosted.optimizer)
             boosted.optimizer.step()
@@ -257,7 +258,7 @@ def train(case: Case, *, accumulate: int, steps: int = 4, **settings: Any) -> Bo
 
 
 def budgets_and_links(tight: int) -> tuple[tuple[int, str | None], ...]:
-    """Of runs that are to have the same weights."""
+    """Device budgets and link bandwidths of runs that must end with the same weights."""
     ways = tuple(itertools.product((tight, 2**30), (None, "200MB/s")))
     return grids.some(ways, (tight, "200MB/s"), (2**30, None))  # type: ignore[no-any-return]
 
@@ -529,7 +530,5 @@ def test_an_unknown_mode_is_refused() -> None:
 
 def test_a_model_may_go_while_copies_wait_for_its_updates() -> None:
     """A copy that the link has not come to asks for its update when the model is on its way out."""
-    from rank_processes import run_python  # here: else this were a module of ranks (conftest.py)
-
     run = run_python(Path(__file__).with_name("dropped_model.py"), timeout=120)
     assert run.returncode == 0, run.stderr

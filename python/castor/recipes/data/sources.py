@@ -130,7 +130,8 @@ def _file(path: Path) -> Source:
 def in_memory(columns: Mapping[str, Any], key: str) -> datasets.Dataset:
     """Makes a data set of columns, with a hash of them as its fingerprint.
 
-    datasets.Dataset.from_dict pickles the table for a fingerprint; pyarrow 26 does not allow that.
+    datasets.Dataset.from_dict pickles the table for one, which pyarrow 26 allows only where
+    datasets lies in a folder site-packages.
     """
     return datasets.Dataset(InMemoryTable(pa.table(dict(columns))), fingerprint=key)
 
