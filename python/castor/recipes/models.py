@@ -221,9 +221,11 @@ def _check_config(folder: Path) -> None:
 
 def _load_weights(folder: Path, dtype: Any) -> Any:
     """Returns the model of a folder, whose weights stay in their files until it is boosted."""
+    # transformers declares the model alone as what it returns.
+    from_pretrained: Any = AutoModelForCausalLM.from_pretrained
     try:
         with LazyInitContext():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, found = from_pretrained(
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True
             )
     except (ValueError, OSError, RuntimeError, SafetensorError, KeyError) as error:

@@ -146,7 +146,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
 
     name = recipe.model.tokenizer or recipe.model.path
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name)  # type: ignore[no-untyped-call]
+        tokenizer: Any = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{name} has no tokenizer that transformers can read; give model.tokenizer "
@@ -480,7 +480,7 @@ def make_trainer(recipe: Recipe) -> Any:
     arguments = _arguments(recipe, evaluates=held_out is not None)
     if method.name == "pretrain":
         return _pretrainer(recipe, tokenizer, arguments, common)
-    import trl  # type: ignore[import-untyped]
+    import trl
 
     arguments["model_init_kwargs"] = _loading(recipe)
     common |= {
@@ -592,7 +592,7 @@ def _four_bits(recipe: Recipe) -> Any:
     from transformers import BitsAndBytesConfig
 
     precisions = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+    return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,

@@ -504,7 +504,7 @@ class _Work:
             cache_file_name=str(folder / f"{name}.arrow"),
             load_from_cache_file=True,
             new_fingerprint=f"{key}-{name}",
-            desc=f"pack the rows to {name}",
+            desc=f"pack rows ({name})",
         )
 
 

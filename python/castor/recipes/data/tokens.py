@@ -132,10 +132,12 @@ class ChatTemplate:
 
     def _marked_spans(self, conversation: Conversation, turns: list[int]) -> tuple[str, Spans]:
         """Takes the ranges that the template marks by {% generation %}."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils import chat_template_utils
 
+        # transformers declares lists of texts as what it returns.
+        render: Any = chat_template_utils.render_jinja_template
         try:
-            (full,), (found,) = render_jinja_template(
+            (full,), (found,) = render(
                 [conversation.messages],
                 tools=conversation.tools,
                 chat_template=self.text,
