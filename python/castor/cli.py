@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from castor import memory_options
 from castor.cli_estimates import estimate, plan, scaling
 from castor.recipes.chat import chat
 from castor.recipes.data.show import data_app
@@ -90,35 +91,21 @@ def run(
         ),
     ],
     module: Annotated[bool, typer.Option("-m", help="The script is a module's name.")] = False,
-    device_memory: Annotated[
-        str | None, typer.Option(help="Budget of the device, such as 22GiB.")
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="Budget of the host, such as 48GiB.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where the model computes: cuda, cuda:1 or cpu.")
-    ] = None,
+    device_memory: memory_options.DeviceMemory = None,
+    host_memory: memory_options.HostMemory = None,
+    device: memory_options.Device = None,
     precision: Annotated[
         str | None, typer.Option(help="fp32, bf16 or fp16. Default: what the script says.")
     ] = None,
     activations: Annotated[
         str | None, typer.Option(help="keep, recompute, offload or auto; see GeminiPlugin.")
     ] = None,
-    nvme: Annotated[
-        list[str] | None,
-        typer.Option(help="A directory on an NVMe device; may be given several times."),
-    ] = None,
+    nvme: memory_options.Nvme = None,
     config: Annotated[
         Path | None,
         typer.Option(help="GeminiPlugin's arguments, JSON or YAML: a run's castor.json."),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="Another of its arguments: NAME=VALUE; may be given several times."
-        ),
-    ] = None,
+    settings: memory_options.Settings = None,
     report: Annotated[
         Path | None, typer.Option(help="For all figures at the end: FILE.json, or FILE.html.")
     ] = None,
@@ -152,12 +139,10 @@ def run(
     from castor import launch
     from castor.integrations.check_settings import check_settings
 
-    options = {
-        "device_memory": device_memory, "host_memory": host_memory, "device": device,
-        "precision": precision, "activations": activations,
-        "nvme_path": (nvme[0] if len(nvme) == 1 else nvme) if nvme else None,
-    }  # fmt: skip
-    chosen = launch.read_settings(config, options, settings or [])
+    chosen = memory_options.read_options(
+        config, settings, nvme=nvme, device_memory=device_memory, host_memory=host_memory,
+        device=device, precision=precision, activations=activations,
+    )  # fmt: skip
     if chosen is not None:
         check_settings(chosen)
         launch.check_paths(chosen)

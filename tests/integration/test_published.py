@@ -31,7 +31,9 @@ from close import assert_weights_close
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
+
+from byte_tokens import byte_level_bpe
 
 PUBLISHED = os.environ.get("CASTOR_PUBLISHED", "")
 PAGES = Path(__file__).parents[2] / "docs"
@@ -196,11 +198,7 @@ SCRIPTS = {
 
 
 def write_tokenizer(path: Path, texts: list[str], *, pairs: bool) -> None:
-    own = Tokenizer(models.BPE(unk_token="[UNK]"))
-    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = decoders.ByteLevel()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    own.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1024, special_tokens=special))
+    own = byte_level_bpe(texts, 1024, ["[PAD]", "[UNK]", "[CLS]", "[SEP]"], unknown="[UNK]")
     if pairs:
         own.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]",

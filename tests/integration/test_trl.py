@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from byte_tokens import byte_level_bpe
 
 PAGES = Path(__file__).parents[2] / "docs"
 BUDGET = ("--device-memory", "96MiB", "--set", "host_memory=512MiB")
@@ -42,13 +43,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / name).mkdir()
         lines = "\n".join(map(json.dumps, rows))
         (path / name / "train.jsonl").write_text(lines, encoding="utf-8")
-    tokens = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    special = ["<unk>", "<s>", "</s>", "<pad>"]
-    tokens.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1024, special_tokens=special))
     PreTrainedTokenizerFast(
-        tokenizer_object=tokens,
+        tokenizer_object=byte_level_bpe(texts, 1024, ["<unk>", "<s>", "</s>", "<pad>"]),
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from byte_tokens import byte_level_bpe
 
 Message = dict[str, Any]
 Piece = tuple[str, bool]
@@ -125,19 +126,9 @@ TEMPLATES: dict[str, tuple[str, Callable[[list[Message]], list[Piece]]]] = {
 @functools.cache
 def tokenizer(template: str | None = None, vocab_size: int = 600) -> PreTrainedTokenizerFast:
     """A byte-level BPE trained on this file and the words above."""
-    tokens = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
     texts = [Path(__file__).read_text(encoding="utf-8"), *WORDS, *WORDS]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokens.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokens,
+        tokenizer_object=byte_level_bpe(texts, vocab_size, SPECIAL, every_byte=True),
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",

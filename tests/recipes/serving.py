@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from byte_tokens import byte_level_bpe
 from castor.recipes.models import InferenceModel
 from castor.recipes.openai_api import Api, Limits
 from castor.recipes.serve import listening, server_of
@@ -28,18 +28,10 @@ VOCABULARY, POSITIONS = 400, 256
 
 
 def save_tokenizer(folder: Path) -> Any:
-    """A byte-level tokenizer of castor's own glossary and of characters of several bytes."""
+    """A byte-level tokenizer of castor's README and of characters of several bytes."""
     texts = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split("\n")
-    tokens = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=alphabet
-    )
-    tokens.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokens,
+        tokenizer_object=byte_level_bpe(texts, VOCABULARY, SPECIAL, every_byte=True),
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",

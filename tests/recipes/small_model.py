@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from byte_tokens import byte_level_bpe
 
 PAGES = Path(__file__).parents[2] / "docs"
 TEMPLATE = (
@@ -43,14 +44,8 @@ def make(path: Path) -> Path:
     for name, rows in (("chats", chats), ("pairs", pairs), ("text", plain)):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (path / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-    tokens = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    tokens.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=512, special_tokens=SPECIAL, show_progress=False)
-    )
     PreTrainedTokenizerFast(
-        tokenizer_object=tokens,
+        tokenizer_object=byte_level_bpe(texts, 512, SPECIAL),
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",

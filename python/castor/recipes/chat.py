@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from castor import memory_options
 from castor.recipes import options, require
 
 if TYPE_CHECKING:
@@ -48,18 +49,18 @@ def chat(
     ] = None,
     base: options.Base = None,
     tokenizer: options.TokenizerPath = None,
-    device_memory: options.DeviceMemory = None,
-    host_memory: options.HostMemory = None,
-    device: options.Device = None,
+    device_memory: memory_options.DeviceMemory = None,
+    host_memory: memory_options.HostMemory = None,
+    device: memory_options.Device = None,
     precision: options.Precision = None,
-    nvme: options.Nvme = None,
+    nvme: memory_options.Nvme = None,
     config: options.Config = None,
-    settings: options.Settings = None,
+    settings: memory_options.Settings = None,
 ) -> None:
     """Talk to a model in the terminal, in a memory budget."""
     chosen = options.memory_settings(
-        device_memory=device_memory, host_memory=host_memory, device=device, precision=precision,
-        nvme=nvme, config=config, given=settings,
+        config, settings, nvme=nvme, device_memory=device_memory, host_memory=host_memory,
+        device=device, precision=precision,
     )  # fmt: skip
     require("castor chat", "transformers", "jinja2")
     import transformers

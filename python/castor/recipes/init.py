@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from castor.config import did_you_mean
 from castor.errors import UsageError
 from castor.model_files import find_config
-from castor.recipes.recipe import LEARNING_RATES, Method
+from castor.recipes.recipe import LEARNING_RATES, OF_PAIRS, Method
 
 _DATA = """\
   train: {data}
@@ -108,7 +108,7 @@ def init(method: str, model: str, data: str) -> str:
         own="  beta: 0.1               # weight of the distance to the reference model\n"
         if chosen == "dpo"
         else "",
-        unit="pairs" if chosen in ("dpo", "reward") else "sequences",
+        unit="pairs" if chosen in OF_PAIRS else "sequences",
         rate=f"{LEARNING_RATES[chosen]:.1e}",
         output=_quoted(f"runs/{chosen}"),
     )

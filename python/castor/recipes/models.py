@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import warnings
 from collections.abc import Mapping
@@ -21,11 +20,11 @@ from castor.errors import UsageError
 from castor.lazy import LazyInitContext
 from castor.plugins import GeminiPlugin
 from castor.plugins.by_name import checked_plugin
+from castor.recipes.runs import checkpoints
 
 _ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MODEL = "config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _DTYPES = {name: dtype for dtype, name in _PRECISIONS.items()}
 _OF_TRAINING = frozenset(
@@ -124,13 +123,7 @@ def find_model(path: Path) -> Path:
     """
     if not path.is_dir():
         raise UsageError(f"there is no folder {path}; give a model folder, adapters or a run")
-    steps = sorted(
-        (int(match[1]), one)
-        for one in path.iterdir()
-        if (match := _CHECKPOINT.fullmatch(one.name)) and _holds_model(one)
-    )
-    candidates = [path, *([steps[-1][1]] if steps else [])]
-    for candidate in candidates:
+    for candidate in (path, *reversed(checkpoints(path))):
         if _holds_model(candidate):
             return candidate
     newest = latest(path)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import time
 import uuid
@@ -22,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from castor.errors import Error, OutOfMemoryError, UsageError
+from castor.recipes.addresses import is_loopback
 from castor.recipes.generation import (
     Answer,
     Sampling,
@@ -569,9 +569,8 @@ def _as_bad_request(param: str | None) -> Iterator[None]:
 def _is_local(host: str) -> bool:
     """Whether a Host header, with or without a port, names this machine."""
     try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:  # urlsplit's
         return False
 
 

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from castor.memory_options import read_options
+
 ModelPath = Annotated[
     Path, typer.Argument(help="A model folder, a folder of adapters, or a run (its last step).")
 ]
@@ -17,34 +19,20 @@ Base = Annotated[
 TokenizerPath = Annotated[
     Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer. Default: the model's.")
 ]
-DeviceMemory = Annotated[str | None, typer.Option(help="Budget of the device, such as 8GiB.")]
-HostMemory = Annotated[str | None, typer.Option(help="Budget of the host, such as 48GiB.")]
-Device = Annotated[str | None, typer.Option(help="Where the model computes: cuda, cuda:1 or cpu.")]
 Precision = Annotated[
     str | None, typer.Option(help="fp32, bf16 or fp16. Default: that of the weights.")
-]
-Nvme = Annotated[
-    list[str] | None,
-    typer.Option(help="A directory on an NVMe device; may be given several times."),
 ]
 Config = Annotated[
     Path | None, typer.Option(help="GeminiPlugin's arguments in a file, JSON or YAML.")
 ]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Another of its arguments: NAME=VALUE; may be given several times."),
-]
 
 
 def memory_settings(
-    *,
-    device_memory: str | None,
-    host_memory: str | None,
-    device: str | None,
-    precision: str | None,
-    nvme: Sequence[str] | None,
     config: Path | None,
     given: Sequence[str] | None,
+    *,
+    nvme: Sequence[str] | None,
+    **options: str | None,
 ) -> dict[str, Any]:
     """Returns GeminiPlugin's arguments from the options, read as `castor run` reads them.
 
@@ -54,11 +42,6 @@ def memory_settings(
     """
     from castor import launch
 
-    options = {
-        "device_memory": device_memory, "host_memory": host_memory, "device": device,
-        "precision": precision,
-        "nvme_path": (nvme[0] if len(nvme) == 1 else list(nvme)) if nvme else None,
-    }  # fmt: skip
-    settings = launch.read_settings(config, options, given or []) or {}
+    settings = read_options(config, given, nvme=nvme, **options) or {}
     launch.check_paths(settings)
     return settings

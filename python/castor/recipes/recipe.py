@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -25,7 +24,7 @@ Logger = Literal["tensorboard", "trackio"]
 
 _SIZES = ("device_memory", "host_memory", "nvme_memory", "chunk_bytes")
 """Arguments of GeminiPlugin that are sizes, which need a unit in a recipe."""
-_OF_PAIRS = ("dpo", "reward")
+OF_PAIRS = ("dpo", "reward")
 """Methods that compare a chosen with a rejected answer."""
 LEARNING_RATES: dict[Method, float] = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-4, "pretrain": 3e-4}
 """Default learning rates of all weights; adapters get ten times as much."""
@@ -234,7 +233,7 @@ class Recipe(_Section):
                 "model.random_weights begins with an untrained model, which only method.name: "
                 "pretrain with adapter: full trains"
             )
-        if method.name in _OF_PAIRS:
+        if method.name in OF_PAIRS:
             if "packing" in data.model_fields_set and data.packing:
                 raise ValueError(f"data.packing is for sft and pretrain, not for {method.name}")
             if data.loss_on == "all":
@@ -336,7 +335,7 @@ def _absolute(path: str) -> str:
     if expanded.exists():
         return str(expanded.absolute())
     # Megatron's data is named by the common stem of its two files.
-    return str(expanded.absolute()) if os.path.exists(f"{expanded}.idx") else path
+    return str(expanded.absolute()) if Path(f"{expanded}.idx").exists() else path
 
 
 class _Tree:

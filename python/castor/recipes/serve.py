@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 import threading
@@ -16,7 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
+from castor import memory_options
 from castor.recipes import options, require
+from castor.recipes.addresses import is_loopback
 
 _GRACE_SECONDS = 5
 """Seconds that open connections have for their last words when the server ends."""
@@ -46,21 +47,21 @@ def serve(
     max_body: Annotated[str, typer.Option(help="Size of a request.")] = "4MiB",
     base: options.Base = None,
     tokenizer: options.TokenizerPath = None,
-    device_memory: options.DeviceMemory = None,
-    host_memory: options.HostMemory = None,
-    device: options.Device = None,
+    device_memory: memory_options.DeviceMemory = None,
+    host_memory: memory_options.HostMemory = None,
+    device: memory_options.Device = None,
     precision: options.Precision = None,
-    nvme: options.Nvme = None,
+    nvme: memory_options.Nvme = None,
     config: options.Config = None,
-    settings: options.Settings = None,
+    settings: memory_options.Settings = None,
 ) -> None:
     """Serve a model over OpenAI's HTTP interface, in a memory budget."""
     from castor.config import parse_bytes
     from castor.errors import UsageError
 
     chosen = options.memory_settings(
-        device_memory=device_memory, host_memory=host_memory, device=device, precision=precision,
-        nvme=nvme, config=config, given=settings,
+        config, settings, nvme=nvme, device_memory=device_memory, host_memory=host_memory,
+        device=device, precision=precision,
     )  # fmt: skip
     body_bytes = parse_bytes(max_body, "--max-body")
     if not max_seconds > 0:
@@ -125,11 +126,7 @@ def checked_keys(host: str, keys: Sequence[str]) -> list[str]:
     for key in keys:
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             raise UsageError("--api-key: give a text of ASCII letters, digits and signs, no spaces")
-    try:
-        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if not local and not keys:
+    if not keys and not is_loopback(host):
         raise UsageError(
             f"--host {host}: other machines could use the model; give an --api-key that clients "
             "must show, or serve at 127.0.0.1"

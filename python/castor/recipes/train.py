@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import signal
 import sys
@@ -20,7 +19,9 @@ from rich.markup import escape
 from castor.errors import Error, UsageError
 from castor.model_files import find_config
 from castor.recipes import require
-from castor.recipes.recipe import Recipe, dump, load
+from castor.recipes.data import IGNORED
+from castor.recipes.recipe import OF_PAIRS, Recipe, dump, load
+from castor.recipes.runs import checkpoints
 
 if TYPE_CHECKING:
     from castor.recipes.data.prepare import Prepared
@@ -35,8 +36,6 @@ _CONTINUED = ("model", "data", "method", "train", "memory", "parallel")
 _ADAPTER_FILE = "adapter_config.json"
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of models that generate text."""
-_IGNORED = -100
-"""Label of a token that the loss leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,11 +254,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Any:
 
 
 def _write_recipe(run: Path, recipe: Recipe) -> None:
+    from castor.checkpoint.files import write_file
+
     run.mkdir(parents=True, exist_ok=True)
     made = recipe.model_copy(update={"versions": versions()})
-    unfinished = run / f".{RECIPE}.{os.getpid()}"
-    unfinished.write_text(dump(made), encoding="utf-8")
-    unfinished.replace(run / RECIPE)
+    write_file(run / RECIPE, [dump(made).encode()])
 
 
 def last_checkpoint(run: Path, *, remove_incomplete: bool = False) -> Path | None:
@@ -269,19 +268,15 @@ def last_checkpoint(run: Path, *, remove_incomplete: bool = False) -> Path | Non
         run: Folder of the run.
         remove_incomplete: Whether checkpoints are removed that a killed process left half-written.
     """
-    last, most = None, -1
-    for checkpoint in run.glob("checkpoint-*"):
-        steps = checkpoint.name.rpartition("-")[2]
-        if not steps.isdecimal():
-            continue
+    last = None
+    for checkpoint in checkpoints(run):
         try:
             json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             if remove_incomplete:
                 shutil.rmtree(checkpoint)
             continue
-        if int(steps) > most:
-            last, most = checkpoint, int(steps)
+        last = checkpoint
     return last
 
 
@@ -309,7 +304,7 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
     train, method = recipe.train, recipe.method
     config = GeminiPlugin(**recipe.memory).config
     activations: Any = config.activations
-    pairs = method.name in ("dpo", "reward")
+    pairs = method.name in OF_PAIRS
     workload = Workload(
         batch=train.batch_size * (2 if pairs else 1),
         sequence=recipe.data.max_length,
@@ -374,7 +369,7 @@ def show(plan: Plan, recipe: Recipe, console: Console) -> None:
     """Prints a plan."""
     method, train = recipe.method, recipe.train
     tokens = f", {plan.tokens:,} tokens" if plan.tokens else ""
-    unit = "pairs" if method.name in ("dpo", "reward") else "sequences"
+    unit = "pairs" if method.name in OF_PAIRS else "sequences"
     ranks = recipe.parallel.nproc or 1
     lines = [
         f"{method.name} ({method.adapter}) of {recipe.model.path}",
@@ -416,13 +411,13 @@ class Collator:
 
         batch: dict[str, Any] = {
             "input_ids": padded("input_ids", self._pad),
-            "labels": padded("labels", _IGNORED),
+            "labels": padded("labels", IGNORED),
             "use_cache": False,  # a cache would switch the mask between packed documents off
         }
         if "position_ids" in rows[0]:
             batch["position_ids"] = padded("position_ids", 0)
             # No document predicts the first token of the next one.
-            batch["labels"][batch["position_ids"] == 0] = _IGNORED
+            batch["labels"][batch["position_ids"] == 0] = IGNORED
         else:
             lengths = torch.tensor([len(row["input_ids"]) for row in rows])
             batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from castor.recipes.data.tokens import IGNORED
+from castor.recipes.data import IGNORED
 
 Integers = npt.NDArray[np.int64]
 

@@ -23,11 +23,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from castor.recipes.data import packing
+from castor.recipes.data import IGNORED, packing
 from castor.recipes.data.formats import BrokenRowError, Message, Preference, Text, parse
 from castor.recipes.data.sources import Source, in_memory, load
-from castor.recipes.data.tokens import IGNORED, Spans, Tokenizing, Tokens
-from castor.recipes.recipe import DataSection, DataSource
+from castor.recipes.data.tokens import Spans, Tokenizing, Tokens
+from castor.recipes.recipe import OF_PAIRS, DataSection, DataSource
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 
@@ -35,7 +35,6 @@ ROWS_PER_PART = 20_000
 _ROWS_PER_BATCH = 1000
 _LAYOUT = 1
 """Version of the cached files; another one when their content changes for the same settings."""
-_OF_PAIRS = ("dpo", "reward")
 _MOST_NAMED = 5
 """Number of broken rows that are named."""
 _PARTS = ("prompt", "chosen", "rejected")
@@ -228,7 +227,7 @@ class _Work:
         template = None
         if data.chat_template is not None:
             template = Path(data.chat_template).read_text(encoding="utf-8")
-        self._data, self._pairs, self._method = data, method in _OF_PAIRS, method
+        self._data, self._pairs, self._method = data, method in OF_PAIRS, method
         self._tokenizing = Tokenizing(
             tokenizer, template, loss_on="all" if self._pairs else data.loss_on
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from castor.recipes import require
+from castor.recipes.data import IGNORED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 COUNTED = "bold green"
 """Style of tokens that the loss counts; the others are dim."""
-_IGNORED = -100
 _QUANTILES = {"shortest": 0.0, "median": 0.5, "95%": 0.95, "longest": 1.0}
 
 data_app = typer.Typer(name="data", no_args_is_help=True, help="Look at the data of a recipe.")
@@ -121,7 +121,7 @@ def coloured(row: dict[str, Any], tokenizer: Any) -> Text:
         piece = tokenizer.decode(waiting, clean_up_tokenization_spaces=False)
         if piece.endswith("\ufffd") and len(waiting) < 4:
             continue
-        found.append(piece, COUNTED if label != _IGNORED else "dim")
+        found.append(piece, COUNTED if label != IGNORED else "dim")
         waiting.clear()
     if waiting:
         found.append(tokenizer.decode(waiting, clean_up_tokenization_spaces=False), "dim")

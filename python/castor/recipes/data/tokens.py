@@ -20,7 +20,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import jinja2
 
@@ -31,9 +31,6 @@ from castor.recipes.data.formats import (
     Text,
     num_shared,
 )
-
-IGNORED: Final = -100
-"""Label of tokens that the loss does not count."""
 
 Spans: TypeAlias = list[tuple[int, int]]
 """Ranges of characters, each without its end."""
@@ -57,13 +54,6 @@ class Tokens:
 
     ids: list[int]
     counted: Spans
-
-    def labels(self) -> list[int]:
-        """Returns the ids where the loss counts them, IGNORED elsewhere."""
-        labels = [IGNORED] * len(self.ids)
-        for begin, end in self.counted:
-            labels[begin:end] = self.ids[begin:end]
-        return labels
 
 
 class ChatTemplate:

@@ -1,0 +1,49 @@
+"""Options by which sub-commands of castor take the arguments of GeminiPlugin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+DeviceMemory = Annotated[str | None, typer.Option(help="Budget of the device, such as 22GiB.")]
+HostMemory = Annotated[str | None, typer.Option(help="Budget of the host, such as 48GiB.")]
+Device = Annotated[str | None, typer.Option(help="Where the model computes: cuda, cuda:1 or cpu.")]
+Nvme = Annotated[
+    list[str] | None,
+    typer.Option(help="A directory on an NVMe device; may be given several times."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Another of its arguments: NAME=VALUE; may be given several times."),
+]
+
+
+def read_options(
+    config: Path | None,
+    given: Sequence[str] | None,
+    *,
+    nvme: Sequence[str] | None,
+    **options: str | None,
+) -> dict[str, Any] | None:
+    """Returns GeminiPlugin's arguments from a file, from options, and from NAME=VALUE.
+
+    Args:
+        config: JSON or YAML file; the others override it.
+        given: Texts NAME=VALUE of --set.
+        nvme: Directories of --nvme.
+        options: Arguments with an option of their own; None: the option was not given.
+
+    Returns:
+        The arguments, whose values are not checked yet; None if nothing was given.
+
+    Raises:
+        UsageError: A setting cannot be read, is given twice, or is a size without a unit.
+        OSError: The file cannot be read.
+    """
+    from castor import launch
+
+    nvme_path = (nvme[0] if len(nvme) == 1 else list(nvme)) if nvme else None
+    return launch.read_settings(config, {**options, "nvme_path": nvme_path}, given or [])

@@ -1,0 +1,15 @@
+"""The checkpoints in the folder of a run of a Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Returns the folders checkpoint-N of a run by their steps, complete or not."""
+    found = [
+        (int(steps), path)
+        for path in run.glob("checkpoint-*")
+        if (steps := path.name.removeprefix("checkpoint-")).isdecimal()
+    ]
+    return [path for _, path in sorted(found)]
