@@ -72,7 +72,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test ci pytest-fast whole pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-prose lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel wheels torches oldest-torch gpu-archive bench bench-storage study install clean help FORCE
+.PHONY: demo test ci tools pytest-fast whole pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-prose lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel wheels torches oldest-torch gpu-archive bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -90,7 +90,7 @@ demo: $(or $(wildcard $(VENV_STAMPS)/castor),$(VENV_STAMPS)/castor-demo)
 test ci: export CASTOR_WERROR := ON
 test ci: export CASTOR_REQUIRE_SIMULATED_DEVICE := 1
 test:
-	@scripts/run_phases.sh install lint+package pytest-fast asan
+	@scripts/run_phases.sh tools install+asan lint+package pytest-fast
 
 ci: export CASTOR_REQUIRE_BROWSER := 1
 # What optimisation may change: numbers, and copies through torch. The sanitizers' builds run every C++ test.
@@ -99,7 +99,10 @@ ci: export PAGES := $(BUILD)/pages
 # The wheel of the Python that all else was tested with: another one's is a whole compilation more.
 ci: export WHEEL_PYTHONS = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 ci:
-	@scripts/run_phases.sh install browser lint+package cpp pages+docs pytest asan tsan wheel
+	@scripts/run_phases.sh tools install+asan browser lint+package cpp pages+docs pytest tsan wheel
+
+# Downloads of Python packages leave the cores to the sanitizer's build, which needs these alone.
+tools: $(STAMPS)/system $(STAMPS)/jemalloc
 
 install: $(VENV_STAMPS)/castor
 
@@ -345,7 +348,7 @@ integration: $(VENV_STAMPS)/integration
 # The asynchronous simulated GPU: tests made for it with each seed of delays, then suites of the CPU
 # device on it with each. A seed took 26 minutes on two cores that others were busy on.
 SIMGPU_SEEDS ?= 1 2 3
-SIMGPU_OWN := cuda cuda_session gpu_ranks gpu_divisions streams simulated_gpu simulated_device simulated_nvme embeddings async_loader packed
+SIMGPU_OWN := cuda cuda_session gpu_ranks gpu_divisions streams simulated_gpu simulated_group simulated_device simulated_nvme embeddings async_loader packed
 SIMGPU_SUITES := parity checkpoint_resume checkpoint_model checkpoint_optimizer checkpoint_faults \
 	checkpoint_damage checkpoint_dataloader gradient_parts hybrid nvme nvme_abuse nvme_weights \
 	nvme_weights_shared passes states untrained writes recomputed_blocks auto_activations offloaded_blocks \

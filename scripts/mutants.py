@@ -110,7 +110,7 @@ class Tree:
         switched_on = ("PYTHON", "SIMULATED_DEVICE", "TESTS", "TORCH_TESTS")
         self._do(
             "cmake", "-S", ".", "-B", str(BUILD), "-DCMAKE_BUILD_TYPE=Release",
-            *(f"-DCASTOR_BUILD_{part}=ON" for part in switched_on), "-DCASTOR_CUDA=AUTO",
+            *(f"-DCASTOR_BUILD_{part}=ON" for part in switched_on), "-DCASTOR_CUDA=OFF",
             f"-DCASTOR_JEMALLOC_ROOT={jemalloc}", f"-DPython_EXECUTABLE={sys.executable}",
         )  # fmt: skip
 

@@ -11,6 +11,12 @@
 
 namespace castor {
 
+/// A rank without which the others of its group cannot go on.
+struct LostRank {
+  std::string why;  ///< "rank 1 (process 234) has ended"; empty: no rank is known to be lost
+  bool may_return = false;  ///< it is stopped, and may be continued
+};
+
 /// Seam between the ranks that train one model together: process groups, and memory that ranks
 /// share (csrc/dist); threads of one process in tests. Every rank makes the same calls in the same
 /// order. Each call returns when it is done on this rank, and throws Error where another rank is
@@ -47,6 +53,9 @@ class Collectives {
   /// Returns which of these ranks has ended: "rank 1 (process 234) has ended". Empty: none has, or
   /// this rank does not know. Called where another call has failed.
   [[nodiscard]] virtual std::string ended() const { return ""; }
+  /// Returns a rank of this machine that has ended, has left or is stopped. It waits for nothing.
+  /// From any thread.
+  [[nodiscard]] virtual LostRank find_lost() const { return {}; }
   /// Returns the messages between ranks of several such machines, numbered by their place among
   /// all; nullptr elsewhere.
   [[nodiscard]] virtual RankMessages* messages() noexcept { return nullptr; }

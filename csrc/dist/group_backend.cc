@@ -22,14 +22,18 @@ std::chrono::milliseconds timeout_of(c10d::Backend& backend) {
   return backend.getBackendOptions()->timeout;
 }
 
-c10::intrusive_ptr<c10d::Backend> host_backend(const std::string& group) {
+c10::intrusive_ptr<c10d::Backend> backend_for(const std::string& group, c10::DeviceType type) {
   try {
-    return c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CPU);
+    return c10d::resolve_process_group(group)->getBackend(type);
   } catch (const std::exception& error) {
-    throw UsageError("the process group '" + group +
-                     "' cannot be used for memory of the host: " + without_places(error) +
-                     "; make it with the backend \"gloo\", or \"cpu:gloo,cuda:nccl\"");
+    throw UsageError("the process group '" + group + "' cannot send memory of a device of type " +
+                     c10::DeviceTypeName(type, /*lower_case=*/true) + ": " + without_places(error) +
+                     "; make it with the backend \"cpu:gloo,cuda:nccl\"");
   }
+}
+
+c10::intrusive_ptr<c10d::Backend> host_backend(const std::string& group) {
+  return backend_for(group, c10::DeviceType::CPU);
 }
 
 }  // namespace castor

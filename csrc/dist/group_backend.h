@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -16,6 +17,9 @@ namespace castor {
 /// name. castor calls the backend itself and not torch's operators, which tools that watch the
 /// user's operators would see. Throws UsageError where there is no such group, or no such backend.
 [[nodiscard]] c10::intrusive_ptr<c10d::Backend> host_backend(const std::string& group);
+/// Same, but returns the backend that moves memory of devices of a type.
+[[nodiscard]] c10::intrusive_ptr<c10d::Backend> backend_for(const std::string& group,
+                                                            c10::DeviceType type);
 
 /// Returns how long the backend's calls wait for other ranks: see torch.distributed.new_group.
 [[nodiscard]] std::chrono::milliseconds timeout_of(c10d::Backend& backend);

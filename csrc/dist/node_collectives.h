@@ -31,6 +31,8 @@ class NodeCollectives final : public Collectives {
   [[nodiscard]] Collectives* node() noexcept override { return node_.get(); }
   [[nodiscard]] RankMessages* messages() noexcept override { return messages_.get(); }
 
+  [[nodiscard]] LostRank find_lost() const override { return node_->find_lost(); }
+
   void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override;
   void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override;
   void ring_shift(std::span<const std::byte> sent, std::span<std::byte> received) override;

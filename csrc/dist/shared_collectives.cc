@@ -92,6 +92,22 @@ class MemoryRanks final : public Collectives {
                : has_ended(static_cast<std::size_t>(std::distance(all.begin(), found)));
   }
 
+  [[nodiscard]] LostRank find_lost() const override {
+    LostRank stopped_rank;
+    for (std::size_t rank = 0; rank < peers_.size(); ++rank) {
+      if (has_exited(rank)) {
+        return {.why = has_ended(rank)};
+      }
+      if (rank != rank_ && header().left[rank]) {
+        return {.why = has_left(rank)};
+      }
+      if (stopped_rank.why.empty() && stopped(peers_[rank].process)) {
+        stopped_rank = {.why = is_stopped(rank), .may_return = true};
+      }
+    }
+    return stopped_rank;
+  }
+
   void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override {
     for (std::size_t begin = 0; begin < own.size(); begin += kBufferBytes) {
       const std::size_t bytes = std::min(kBufferBytes, own.size() - begin);
@@ -218,8 +234,18 @@ class MemoryRanks final : public Collectives {
            std::to_string(peers_[rank].process) + ")";
   }
 
+  [[nodiscard]] bool has_exited(std::size_t rank) const {
+    pollfd ended{.fd = peers_[rank].ended.get(), .events = POLLIN, .revents = 0};
+    return ::poll(&ended, 1, 0) > 0;
+  }
   [[nodiscard]] std::string has_ended(std::size_t rank) const {
     return name_of(rank) + " has ended";
+  }
+  [[nodiscard]] std::string has_left(std::size_t rank) const {
+    return name_of(rank) + " has let go of the model";
+  }
+  [[nodiscard]] std::string is_stopped(std::size_t rank) const {
+    return name_of(rank) + " is stopped";
   }
 
   /// Those that are not here.
@@ -245,19 +271,17 @@ class MemoryRanks final : public Collectives {
       if (here(rank, round)) {
         continue;
       }
-      const std::string name = name_of(rank);
-      pollfd ended{.fd = peers_[rank].ended.get(), .events = POLLIN, .revents = 0};
-      if (::poll(&ended, 1, 0) > 0) {
+      if (has_exited(rank)) {
         return has_ended(rank);
       }
       if (header().left[rank]) {
-        return name + " has let go of the model";
+        return has_left(rank);
       }
       if (ticks >= kTicksToStopped && stopped(peers_[rank].process)) {
-        return name + " is stopped";
+        return is_stopped(rank);
       }
       if (ticks * kTick >= timeout_) {
-        return name + " has not come for " +
+        return name_of(rank) + " has not come for " +
                std::to_string(std::chrono::ceil<std::chrono::seconds>(timeout_).count()) +
                " s, the timeout of torch.distributed's process group";
       }

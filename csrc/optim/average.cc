@@ -24,6 +24,7 @@ struct BlockMean {
   float* total;
   Storage* mean;
   float divisor;
+  detail::Ties ties;
 
   [[gnu::always_inline]] void operator()() const {
     float sums[kBlockElements];
@@ -43,6 +44,13 @@ struct BlockMean {
       for (std::size_t i = 0; i < numel; ++i)
         total[i] = sums[i];
       return;
+    }
+    if constexpr (type == ScalarType::kBFloat16) {
+      if (ties == detail::Ties::kToEven) {
+        for (std::size_t i = 0; i < numel; ++i)
+          mean[i] = round_to_even_bfloat16(sums[i] / divisor);
+        return;
+      }
     }
     for (std::size_t i = 0; i < numel; ++i)
       mean[i] = Codec::round(sums[i] / divisor);
@@ -68,7 +76,8 @@ void run(Executor* executor, const detail::PartSums& work, Isa isa) {
                                            .before = from(work.before, begin),
                                            .total = from(work.sums, begin),
                                            .mean = from(static_cast<Storage*>(work.mean), begin),
-                                           .divisor = work.divisor});
+                                           .divisor = work.divisor,
+                                           .ties = work.ties});
     }
   };
   const std::size_t num_tasks = (work.numel + kElementsPerTask - 1) / kElementsPerTask;
@@ -124,7 +133,12 @@ void average_last(Executor* executor, void* mean, const float* sums, const void*
 
 void sum(void* total, const void* parts, std::size_t count, std::size_t numel, ScalarType type) {
   detail::average(nullptr,
-                  {.parts = parts, .count = count, .numel = numel, .type = type, .mean = total},
+                  {.parts = parts,
+                   .count = count,
+                   .numel = numel,
+                   .type = type,
+                   .mean = total,
+                   .ties = detail::Ties::kToEven},
                   best_isa());
 }
 

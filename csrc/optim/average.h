@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "core/executor.h"
 #include "core/scalar_type.h"
@@ -28,10 +29,14 @@ void add_up(Executor* executor, float* sums, bool begun, const void* parts, std:
 void average_last(Executor* executor, void* mean, const float* sums, const void* parts,
                   std::size_t count, std::size_t total, std::size_t numel, ScalarType type);
 
-/// Same as average(), but without the division: computes the sum, rounded once.
+/// Same as average(), but without the division: computes the sum, rounded once as torch rounds
+/// (bf16: ties to even), so that it has the bits of a sum on a device.
 void sum(void* total, const void* parts, std::size_t count, std::size_t numel, ScalarType type);
 
 namespace detail {
+/// Rounding of a value in the middle of two bf16 values. fp16 rounds to the even one.
+enum class Ties : std::uint8_t { kAway, kToEven };
+
 /// Work of average, add_up, average_last and sum on the parts.
 struct PartSums {
   const void* parts = nullptr;
@@ -42,6 +47,7 @@ struct PartSums {
   float* sums = nullptr;          ///< destination of the sums; nullptr: the result goes into `mean`
   void* mean = nullptr;           ///< the sums divided by `divisor`, rounded
   float divisor = 1.0F;           ///< divisor of the mean
+  Ties ties = Ties::kAway;        ///< rounding of a bf16 mean
 };
 
 /// Does the work on a given one of supported_isas().

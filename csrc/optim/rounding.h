@@ -37,6 +37,16 @@ namespace detail {
   return static_cast<std::uint16_t>(rounded >> 16);
 }
 
+/// Rounds to nearest, ties to even, as torch and processors do. Overflow gives infinity; NaN stays
+/// NaN, its sign kept.
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint16_t round_to_even_bfloat16(
+    float value) noexcept {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const std::uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return static_cast<std::uint16_t>(detail::blend(is_nan, bits | 0x00400000u, rounded) >> 16);
+}
+
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr float from_bfloat16(std::uint16_t bits) noexcept {
   return std::bit_cast<float>(std::uint32_t{bits} << 16);
 }

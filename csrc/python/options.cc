@@ -56,6 +56,8 @@ void bind_parts(py::module_& module) {
   py::class_<SharedBudgets, std::shared_ptr<SharedBudgets>>(module, "SharedBudgets")
       .def(py::init<std::size_t, std::size_t, std::size_t>(), py::kw_only(),
            py::arg("device_bytes"), py::arg("host_bytes"), py::arg("nvme_bytes"))
+      .def("take_communicators", &SharedBudgets::take_communicators, py::arg("num_bytes"),
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly(
           "num_models",
           py::cpp_function(&SharedBudgets::num_models, py::call_guard<py::gil_scoped_release>()));

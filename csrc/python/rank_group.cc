@@ -15,6 +15,7 @@
 
 #include "core/collectives.h"
 #include "core/error.h"
+#include "dist/device_collectives.h"
 #include "dist/group_collectives.h"
 #include "dist/linked_groups.h"
 #include "dist/on_host.h"
@@ -62,8 +63,9 @@ void broadcast(GroupCollectives& ranks, const at::Tensor& values) {
   }
 }
 
-/// Activations of the ranks that have a part of each layer. Contiguous; those on a device go
-/// through page-locked memory of the host, where sums are made, so that the bits are the same.
+/// Collectives of tensors among the ranks that share a model. Tensors on a device go to the other
+/// devices over a process group for them (use_device_group), where there is one; else through
+/// page-locked memory of the host. The sums have the same bits.
 class RankTensors {
  public:
   RankTensors(const std::string& group, const std::optional<std::string>& memory_mark)
@@ -71,8 +73,20 @@ class RankTensors {
 
   [[nodiscard]] const std::string& link() const noexcept { return linked_.link; }
   [[nodiscard]] Collectives& ranks() const noexcept { return *linked_.groups[0]; }
+  void use_device_group(const std::string& group, const std::string& type) {
+    device_ = std::make_unique<DeviceCollectives>(group, c10::Device(type).type(), ranks());
+  }
+  [[nodiscard]] std::string device_backend() const { return device_ ? device_->backend() : ""; }
+  [[nodiscard]] bool sends_from_device(const at::Tensor& tensor) const noexcept {
+    return device_ && device_->takes(tensor);
+  }
+
   void all_reduce(const at::Tensor& values) {
     ranks().set_place("sums what parts of a layer give");
+    if (sends_from_device(values)) {
+      device_->all_reduce(values);
+      return;
+    }
     const OnHost host = OnHost::values_of(values);
     sums_.sum(host.bytes(), scalar_type_of(values));
     host.send();
@@ -82,38 +96,81 @@ class RankTensors {
       throw InvalidArgument("what is gathered has another size than what the ranks give");
     }
     ranks().set_place("gathers what parts of a layer, or of sequences, give");
-    if (own.nbytes() > 0) {
-      const OnHost received = OnHost::room_for(into);
-      ranks().all_gather(OnHost::values_of(own).bytes(), received.bytes());
-      received.send();
+    if (own.nbytes() == 0) {
+      return;
     }
+    if (sends_from_device(own)) {
+      device_->all_gather(own, into);
+      return;
+    }
+    const OnHost received = OnHost::room_for(into);
+    ranks().all_gather(OnHost::values_of(own).bytes(), received.bytes());
+    received.send();
   }
   void all_to_all(const at::Tensor& sent, const at::Tensor& into) {
     if (sent.nbytes() != into.nbytes() || sent.nbytes() % ranks().size() != 0) {
       throw InvalidArgument("what is exchanged is no equal part for each rank");
     }
     ranks().set_place("exchanges tokens, or heads, of a layer");
-    if (sent.nbytes() > 0) {
-      const OnHost received = OnHost::room_for(into);
-      ranks().all_to_all(OnHost::values_of(sent).bytes(), received.bytes());
-      received.send();
+    if (sent.nbytes() == 0) {
+      return;
     }
+    if (sends_from_device(sent)) {
+      device_->all_to_all(sent, into);
+      return;
+    }
+    const OnHost received = OnHost::room_for(into);
+    ranks().all_to_all(OnHost::values_of(sent).bytes(), received.bytes());
+    received.send();
   }
   void ring_shift(const at::Tensor& sent, const at::Tensor& into) {
-    if (sent.nbytes() != into.nbytes()) {
-      throw InvalidArgument("what is passed on has another size than what comes for it");
-    }
-    ranks().set_place("passes keys and values on in an attention");
+    check_ring_shift(sent, into);
     if (sent.nbytes() > 0) {
       const OnHost received = OnHost::room_for(into);
       ranks().ring_shift(OnHost::values_of(sent).bytes(), received.bytes());
       received.send();
     }
   }
+  [[nodiscard]] DeviceWork begin_ring_shift(const at::Tensor& sent, const at::Tensor& into) {
+    check_ring_shift(sent, into);
+    if (!sends_from_device(sent)) {
+      throw InvalidArgument("only a process group for devices passes tensors on asynchronously");
+    }
+    return device_->begin_ring_shift(sent, into);
+  }
+
+  void expect_messages(bool expected) {
+    if (device_) {
+      device_->expect_messages(expected);
+    }
+  }
+  void look() noexcept {
+    if (device_) {
+      device_->look();
+    }
+  }
+  void abort_device(const std::string& why) noexcept {
+    if (device_) {
+      device_->abort(why);
+    }
+  }
+  [[nodiscard]] std::string lost() const { return device_ ? device_->aborted() : ""; }
+  void leave() noexcept {
+    ranks().leave();
+    abort_device("it has let go of the model itself");
+  }
 
  private:
+  void check_ring_shift(const at::Tensor& sent, const at::Tensor& into) const {
+    if (sent.nbytes() != into.nbytes()) {
+      throw InvalidArgument("what is passed on has another size than what comes for it");
+    }
+    ranks().set_place("passes keys and values on in an attention");
+  }
+
   const LinkedGroups linked_;
   RankSums sums_;
+  std::unique_ptr<DeviceCollectives> device_;  // nullptr: device memory goes through the host
 };
 
 /// Python waits for other ranks, through what is not castor's.
@@ -178,8 +235,18 @@ void bind_rank_group(py::module_& module) {
           py::arg("own"), py::arg("place"))
       .def("all_to_all", &RankTensors::all_to_all, py::arg("sent"), py::arg("into"), Released())
       .def("ring_shift", &RankTensors::ring_shift, py::arg("sent"), py::arg("into"), Released())
-      .def(
-          "leave", [](RankTensors& tensors) { tensors.ranks().leave(); }, Released());
+      .def("begin_ring_shift", &RankTensors::begin_ring_shift, py::arg("sent"), py::arg("into"),
+           Released())
+      .def("use_device_group", &RankTensors::use_device_group, py::arg("group"),
+           py::arg("device_type"), Released())
+      .def_property_readonly("device_backend", &RankTensors::device_backend)
+      .def("sends_from_device", &RankTensors::sends_from_device, py::arg("tensor"))
+      .def("expect_messages", &RankTensors::expect_messages, py::arg("expected"), Released())
+      .def("look", &RankTensors::look, Released())
+      .def("lost", &RankTensors::lost, Released())
+      .def("abort_device", &RankTensors::abort_device, py::arg("why"), Released())
+      .def("leave", &RankTensors::leave, Released());
+  py::class_<DeviceWork>(module, "DeviceWork").def("wait", &DeviceWork::wait, Released());
   py::class_<PythonWait>(module, "RankWait")
       .def(py::init<std::size_t, std::size_t, std::string, std::string>(), py::arg("rank"),
            py::arg("size"), py::kw_only(), py::arg("place"), py::arg("awaited"))

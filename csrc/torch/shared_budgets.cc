@@ -11,6 +11,15 @@ std::size_t SharedBudgets::num_models() const {
   return numbers_.size();
 }
 
+void SharedBudgets::take_communicators(std::size_t bytes) {
+  Reservation taken = communicators_.reserve(
+      bytes,
+      "communicators between the ranks' devices take this memory: give more device_memory, "
+      "or set CASTOR_DEVICE_LINK=host, with which tensors go through host memory");
+  const MutexLock lock(mutex_);
+  taken_.push_back(std::move(taken));
+}
+
 std::size_t SharedBudgets::take_number() {
   const MutexLock lock(mutex_);
   std::size_t number = 1;

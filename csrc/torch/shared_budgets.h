@@ -4,8 +4,10 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "core/budget.h"
+#include "core/ledger.h"
 #include "core/mutex.h"
 #include "core/nonmodel_memory.h"
 #include "core/runtime_group.h"
@@ -29,6 +31,10 @@ class SharedBudgets {
   [[nodiscard]] const std::shared_ptr<Budget>& host() const noexcept { return host_; }
   [[nodiscard]] const std::shared_ptr<Budget>& nvme() const noexcept { return nvme_; }
   [[nodiscard]] const std::shared_ptr<RuntimeGroup>& runtimes() const noexcept { return runtimes_; }
+
+  /// Takes device memory that process groups have for their communicators, as long as these
+  /// budgets live. Throws OutOfMemory.
+  void take_communicators(std::size_t bytes);
 
   /// Returns the number of models that have joined and are not gone.
   [[nodiscard]] std::size_t num_models() const;
@@ -69,8 +75,10 @@ class SharedBudgets {
   const std::shared_ptr<RuntimeGroup> runtimes_ = std::make_shared<RuntimeGroup>();
   const std::shared_ptr<NonModelMemory> tensors_ =
       std::make_shared<NonModelMemory>(std::make_shared<Ledger>(device_, ""));
+  Ledger communicators_{device_, ""};
   mutable Mutex mutex_;
-  std::set<std::size_t> numbers_ CASTOR_GUARDED_BY(mutex_);  // of num_models()
+  std::vector<Reservation> taken_ CASTOR_GUARDED_BY(mutex_);  // of communicators_
+  std::set<std::size_t> numbers_ CASTOR_GUARDED_BY(mutex_);   // of num_models()
   std::shared_ptr<DeviceAccount> account_ CASTOR_GUARDED_BY(mutex_);
 };
 

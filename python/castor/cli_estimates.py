@@ -93,8 +93,8 @@ def estimate(
     transport: Annotated[
         str | None,
         typer.Option(
-            help="What GPUs exchange goes through host memory (host, as castor does today) or "
-            "between GPUs (nccl, which castor does not have yet)."
+            help="Activations go through host memory (host), or from GPU to GPU (nccl, where "
+            "each rank has a GPU of its own)."
         ),
     ] = None,
     link: Annotated[

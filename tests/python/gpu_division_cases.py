@@ -141,9 +141,48 @@ def each(directory: Path) -> None:
         losses = case.train(boosted)
         report = boosted.report()
         assert report.peak_device_bytes <= report.device_budget_bytes
+        assert report.device_link == _expected_link()
         assert all(map(torch.isfinite, torch.tensor(losses)))
         weights = [param.detach().cpu().clone() for param in boosted.model.parameters()]
         torch.save((losses, weights, vars(report)), directory / f"{name}.{rank}.pt")
+
+
+WAITS = {
+    "one process": DividedCase(FAMILIES["llama"]),
+    "tensor parallel": ON_TWO["llama layers"],
+    "sequence parallel": ON_TWO["llama tokens between"],
+    "vocabulary parallel loss": ON_TWO["llama layers, divided loss"],
+    "context parallel, heads": ON_TWO["llama heads for tokens"],
+    "context parallel, keys": ON_TWO["llama all keys"],
+    "context parallel, ring": RINGS["llama ring"],
+    "expert parallel": ON_TWO["mixtral experts"],
+}
+"""Cases of which host_waits counts; all are resident."""
+
+
+def host_waits(directory: Path) -> None:
+    """How often the host waits for its device in a forward and in a backward pass."""
+    castor.launch_from_torch()
+    gpu: Any = torch.simgpu.gpu  # type: ignore[attr-defined]
+    for name, case in WAITS.items():
+        if (name == "one process") != (distributed.get_world_size() == 1):
+            continue
+        boosted = case.boost(placement_policy="cuda", overlap="none")
+        case.train(boosted, steps=3)
+        batch = case.case.batch(0)
+        counts = [gpu.counts()["host_waits"]]
+        loss = boosted.model(**batch).loss
+        counts.append(gpu.counts()["host_waits"])
+        boosted.booster.backward(loss, boosted.optimizer)
+        counts.append(gpu.counts()["host_waits"])
+        write_own(directory, name, [counts[1] - counts[0], counts[2] - counts[1]])
+        boosted.optimizer.step()
+
+
+def _expected_link() -> str:
+    if os.environ.get("CASTOR_DEVICE_LINK") == "host":
+        return ""
+    return "simnccl" if os.environ.get("CASTOR_TEST_DEVICE", "").startswith("simgpu") else ""
 
 
 def saves(directory: Path) -> None:
@@ -175,7 +214,9 @@ def _tight(case: DividedCase) -> int:
     params = [param.nbytes for param in boosted.model.parameters()]
     on_device = engine_of(boosted.model).device.type != "cpu"
     gradients = max(params) if on_device else 0  # the window of those on their way to the host
-    return max(of_all(int(boosted.report().peak_nonmodel_bytes + 0.5 * sum(params) + gradients)))
+    report = boosted.report()
+    need = report.peak_nonmodel_bytes + 0.5 * sum(params) + gradients + report.communicator_bytes
+    return max(of_all(int(need)))
 
 
 if __name__ == "__main__":

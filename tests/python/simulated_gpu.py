@@ -15,16 +15,21 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import distributed
 
 import builds
 
 NAME = "simgpu"
+BACKEND = "simnccl"
+"""Name that torch.distributed knows the device's process groups by; they have NCCL's semantics."""
+ID = "CASTOR_SIMULATED_GPU_ID"
+"""Environment variable that names a process's GPU: those of two processes are one by this alone."""
 SEEDS = tuple(map(int, os.environ.get("CASTOR_SIMULATED_GPU_SEEDS", "1").split(",")))
 """Of the delays that tests run under."""
 
@@ -64,6 +69,8 @@ def install() -> None:
     module = _device_module(gpu)
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend()
+    if distributed.is_available():
+        distributed.Backend.register_backend(BACKEND, gpu.make_group, devices=[NAME])
     atexit.register(gpu.close)
 
 
@@ -104,7 +111,9 @@ def rest() -> None:
 class Properties:
     total_memory: int
     name: str = "simulated GPU"
-    uuid: str = f"simulated, of process {os.getpid()}"
+    uuid: str = field(
+        default_factory=lambda: os.environ.get(ID, f"simulated, of process {os.getpid()}")
+    )
 
 
 class Stream(torch.Stream):
@@ -169,7 +178,7 @@ def _device_module(gpu: Any) -> ModuleType:
     module.reset_peak_memory_stats = lambda device=None: gpu.reset_peaks()
     module.empty_cache = gpu.empty_cache
     module.mem_get_info = lambda device=None: (
-        gpu.memory()["capacity"] - gpu.memory()["reserved"],
+        gpu.memory()["available"],
         gpu.memory()["capacity"],
     )
     module.set_per_process_memory_fraction = lambda fraction, device=None: gpu.limit(fraction)

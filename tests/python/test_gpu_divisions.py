@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 
 CPU = ""
 SIMULATED = [f"simgpu:{seed}" for seed in simulated_gpu.SEEDS]
+THROUGH_HOST = "through the host"
+"""Ending of a device's name: ranks exchange tensors through host memory."""
 EXACT = [*((2, name) for name in COMPARED), *((4, name) for name in ON_FOUR)]
 Result = tuple[list[float], list[torch.Tensor], dict[str, Any]]
 
@@ -48,7 +50,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     return load
 
 
-@pytest.fixture(params=SIMULATED)
+@pytest.fixture(
+    params=[*SIMULATED, *(pytest.param(f"{of}, {THROUGH_HOST}", marks=pytest.mark.whole)
+                          for of in SIMULATED)]
+)  # fmt: skip
 def simgpu(request: pytest.FixtureRequest) -> str:
     simulated_gpu.require()
     device: str = request.param
@@ -142,6 +147,30 @@ def test_a_rank_that_is_killed_is_named(
 
 def _on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that are started from now on compute there."""
-    monkeypatch.delenv("CASTOR_TEST_DEVICE", raising=False)
+    device, _, link = device.partition(", ")
+    for name in ("CASTOR_TEST_DEVICE", "CASTOR_DEVICE_LINK"):
+        monkeypatch.delenv(name, raising=False)
     if device != CPU:
         monkeypatch.setenv("CASTOR_TEST_DEVICE", device)
+    if link == THROUGH_HOST:
+        monkeypatch.setenv("CASTOR_DEVICE_LINK", "host")
+
+
+def test_the_host_waits_for_no_exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It waits as often as in one process, but for numbers of rows that experts exchange."""
+    simulated_gpu.require()
+    _on(SIMULATED[0], monkeypatch)
+    for size in (1, 2):
+        succeeded(run(gpu_division_cases.host_waits, size, tmp_path))
+    alone = json.loads((tmp_path / "one process0.json").read_text())
+    for name, case in gpu_division_cases.WAITS.items():
+        ranks = range(1 if name == "one process" else 2)
+        for forward, backward in (
+            json.loads((tmp_path / f"{name}{rank}.json").read_text()) for rank in ranks
+        ):
+            if "ep_size" in case.settings:
+                assert forward > alone[0]
+            else:
+                assert forward <= alone[0], name
+            if "tp_size" in case.settings:  # of others, gradients of replicas meet at its end
+                assert backward <= alone[1], name

@@ -423,7 +423,8 @@ def test_gpus_exchange_through_host_memory_unless_asked_otherwise(config: Path) 
     assert on.link.bytes_per_second == on.machine.dram / 2  # written, and read
     assert (on.link.d2h, on.link.h2d) == (20e9, 20e9)
     assert on.remark() == "Ranks exchange through host memory."
-    assert "NCCL, which castor does not have yet" in cluster().remark()
+    assert "by NCCL, which has not run on several GPUs yet" in cluster().remark()
+    assert cluster().replica_link == replace(cluster().link, bytes_per_second=on.machine.dram / 2)
     assert through_host(ranks_per_node=1).remark() == ""
     found = search(config)
     for layout in (Layout(tensor=4, rows=8), Layout(sequence=4, mode="ring_attn", rows=8)):
@@ -516,7 +517,7 @@ def test_each_layout_makes_a_plugin() -> None:
 
 def test_more_ranks_take_less_time_and_memory(config: Path) -> None:
     found = search(config)
-    on = cluster(link_latency_us=0, link="1000GB/s")
+    on = cluster(link_latency_us=0, link="1000GB/s", dram="8000GB/s")
     one = found.cost(Layout(rows=8), replace(on, ranks_per_node=1))
     for layout in (
         Layout(tensor=2, rows=8),
@@ -704,7 +705,8 @@ def test_bounds_have_copies_of_chunks_and_leave_out_no_layout_that_is_faster(
                        num_key_value_heads=2, num_hidden_layers=4)  # fmt: skip
     workload = Workload(batch=2, sequence=2048, precision="bf16")
     found = LayoutSearch(file, workload)
-    on = cluster(ranks_per_node=2, device_memory="3GiB", flops="400T", device_bandwidth="3000GB/s")
+    on = cluster(ranks_per_node=2, device_memory="3GiB", flops="400T",
+                 device_bandwidth="3000GB/s", dram="2000GB/s")  # fmt: skip
     best: dict[Layout, float] = {}
     tightened = 0
     for layout in found.layouts(on):

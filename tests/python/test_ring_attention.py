@@ -32,6 +32,9 @@ class Passing:
     sizes: list[int] = field(default_factory=list)
     """Bytes of all that has been passed on."""
 
+    def sends_from_device(self, _: torch.Tensor) -> bool:
+        return False
+
     def ring_shift(self, sent: torch.Tensor, into: torch.Tensor) -> None:
         self.sizes.append(sent.nbytes)
         self.sent[self.rank] = sent

@@ -65,8 +65,7 @@ class Allocator final : public c10::cuda::CUDACachingAllocator::CUDAAllocator {
   void resetAccumulatedStats(c10::DeviceIndex /*device*/) override {}
   void resetPeakStats(c10::DeviceIndex /*device*/) override { device_memory().reset_peaks(); }
   std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex /*device*/) override {
-    const std::size_t capacity = device_memory().capacity();
-    return {capacity - device_memory().figures().reserved, capacity};
+    return {device_memory().available(), device_memory().capacity()};
   }
   double getMemoryFraction(c10::DeviceIndex /*device*/) override {
     return static_cast<double>(device_memory().limit()) /

@@ -59,7 +59,10 @@ struct Counts {
   std::atomic<std::size_t> norm_numel{0};
   std::atomic<std::size_t> copies_in{0};
   std::atomic<std::size_t> copies_out{0};
-  std::atomic<std::size_t> fences{0};  ///< moments of a stream that the host has waited for
+  std::atomic<std::size_t> host_waits{0};   ///< calls in which the host waits for a stream
+  std::atomic<std::size_t> fences{0};       ///< moments of a stream that the host has waited for
+  std::atomic<std::size_t> collectives{0};  ///< of simnccl; messages are counted as well
+  std::atomic<std::size_t> collective_bytes{0};  ///< what this rank has handed over in those
 };
 [[nodiscard]] Counts& counts();
 

@@ -65,11 +65,12 @@ cudaError_t cudaDeviceGetPCIBusId(char* name, int bytes, int /*device*/) {
 cudaError_t cudaMemGetInfo(std::size_t* available, std::size_t* total) {
   const auto& memory = castor::simulated::device_memory();
   *total = memory.capacity();
-  *available = memory.capacity() - memory.figures().reserved;
+  *available = memory.available();
   return cudaSuccess;
 }
 
 cudaError_t cudaDeviceSynchronize() {
+  ++castor::simulated::counts().host_waits;
   Gpu::instance().synchronize();
   return state();
 }
@@ -95,6 +96,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  ++castor::simulated::counts().host_waits;
   Gpu::instance().stream(id_of(stream))->synchronize();
   return state();
 }
@@ -130,6 +132,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  ++castor::simulated::counts().host_waits;
   ++castor::simulated::counts().fences;
   const Moment moment = event->moment;
   moment.wait();

@@ -30,9 +30,9 @@ std::byte* DeviceMemory::allocate(std::size_t bytes, const std::shared_ptr<Strea
     data = cached->second;
     pool.erase(cached);
   } else {
-    if (figures_.reserved + rounded > limit_)
+    if (rounded > room_locked())
       release_locked();
-    if (figures_.reserved + rounded > limit_)
+    if (rounded > room_locked())
       return nullptr;
     data = static_cast<std::byte*>(std::aligned_alloc(kBlock, rounded));
     if (data == nullptr)
@@ -115,6 +115,26 @@ void DeviceMemory::record(std::byte* data, const std::shared_ptr<Stream>& stream
 void DeviceMemory::release_cached() {
   const std::lock_guard lock(mutex_);
   release_locked();
+}
+
+void DeviceMemory::take_beside(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  beside_ += bytes;
+}
+
+void DeviceMemory::give_beside(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  beside_ -= bytes;
+}
+
+std::size_t DeviceMemory::available() const {
+  const std::lock_guard lock(mutex_);
+  return capacity_ - std::min(capacity_, figures_.reserved + beside_);
+}
+
+std::size_t DeviceMemory::room_locked() const {
+  const std::size_t most = std::min(limit_, capacity_ - std::min(capacity_, beside_));
+  return most - std::min(most, figures_.reserved);
 }
 
 void DeviceMemory::limit(double fraction) {

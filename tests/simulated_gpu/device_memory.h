@@ -49,6 +49,11 @@ class DeviceMemory {
   void free(std::byte* data);
   void record(std::byte* data, const std::shared_ptr<Stream>& stream);
   void release_cached();
+  /// Bytes that others than the allocator take from the device, and give back.
+  void take_beside(std::size_t bytes);
+  void give_beside(std::size_t bytes);
+  /// Of the whole device; 0 where more is taken than it has.
+  [[nodiscard]] std::size_t available() const;
   /// No more than this is reserved; 0 <= fraction <= 1 of the capacity.
   void limit(double fraction);
 
@@ -76,10 +81,12 @@ class DeviceMemory {
   void cache_locked(std::byte* data);
   void collect_locked();
   void release_locked();
+  [[nodiscard]] std::size_t room_locked() const;
 
   const std::size_t capacity_;
   mutable std::mutex mutex_;  // guards all below
   std::size_t limit_;
+  std::size_t beside_ = 0;
   std::map<std::byte*, Block> blocks_;
   std::map<std::uint64_t, Pool> cached_;  // by stream
   std::list<Held> held_;

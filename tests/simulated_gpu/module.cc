@@ -1,10 +1,13 @@
 // _simulated_gpu: torch's side of the simulated GPU. The same file holds castor._cuda
 // (csrc/python/cuda) compiled for it.
+#include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "allocator.h"
 #include "device_memory.h"
 #include "gpu.h"
+#include "process_group.h"
 
 namespace py = pybind11;
 using namespace castor::simulated;
@@ -19,6 +22,7 @@ py::dict memory_figures() {
   result["reserved"] = figures.reserved;
   result["peak_reserved"] = figures.peak_reserved;
   result["capacity"] = device_memory().capacity();
+  result["available"] = device_memory().available();
   return result;
 }
 
@@ -30,7 +34,26 @@ py::dict count_figures() {
   figures["copies_in"] = counts().copies_in.load();
   figures["copies_out"] = counts().copies_out.load();
   figures["fences"] = counts().fences.load();
+  figures["host_waits"] = counts().host_waits.load();
+  figures["collectives"] = counts().collectives.load();
+  figures["collective_bytes"] = counts().collective_bytes.load();
   return figures;
+}
+
+/// Gloo's group, made through Python: torch ships no headers of gloo. The timeout is that of
+/// connecting; operations have a day.
+c10::intrusive_ptr<c10d::Backend> make_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                            int size, std::chrono::milliseconds timeout) {
+  const py::gil_scoped_acquire acquire;
+  const py::object gloo =
+      py::module_::import("torch.distributed").attr("ProcessGroupGloo")(store, rank, size, timeout);
+  gloo.attr("_set_default_timeout")(std::chrono::milliseconds(std::chrono::hours(24)));
+  return gloo.cast<c10::intrusive_ptr<c10d::Backend>>();
+}
+
+c10::intrusive_ptr<c10d::Backend> make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                             int size, std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<SimulatedGroup>(store, rank, size, timeout, &make_gloo);
 }
 
 }  // namespace
@@ -80,4 +103,6 @@ PYBIND11_MODULE(_simulated_gpu, m) {
       "refuse_block", [](std::size_t n) { refusals().blocks.refuse(n); }, py::arg("n"));
   m.def("refusals", [] { return refusals().tensors.count() + refusals().blocks.count(); });
   m.def("counts", &count_figures);
+  m.def("make_group", &make_group, py::arg("store"), py::arg("rank"), py::arg("size"),
+        py::arg("timeout"));
 }

@@ -359,6 +359,7 @@ class Call {
 
   /// Values decide: on the calling thread, when the stream has come to it.
   void run_now() {
+    ++counts().host_waits;
     current_queue()->synchronize();
     check_device();
     Stack stack = arguments_for(Place::kHost, arguments_);
@@ -538,13 +539,17 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     TORCH_CHECK(from.device().is_cpu(), "cannot copy from ", from.device(), " to ", kDevice);
     const bool stays = non_blocking && page_locked(from);
     enqueue(host_view(self), stays ? borrowed(from) : from.clone());
-    if (!non_blocking)
+    if (!non_blocking) {
+      ++counts().host_waits;
       queue->synchronize();
+    }
   } else {
     TORCH_CHECK(self.device().is_cpu(), "cannot copy from ", kDevice, " to ", self.device());
     enqueue(borrowed(self), host_view(from));
-    if (!(non_blocking && page_locked(self)))
+    if (!(non_blocking && page_locked(self))) {
+      ++counts().host_waits;
       queue->synchronize();
+    }
   }
   if (!non_blocking && !(on_device(self) && on_device(from)))
     check_device();

@@ -54,10 +54,12 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     return Moment(queue_of(stream)).past();
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    ++counts().host_waits;
     queue_of(stream)->synchronize();
     check_device();
   }
   void synchronizeDevice(c10::DeviceIndex /*device*/) const override {
+    ++counts().host_waits;
     Gpu::instance().synchronize();
     check_device();
   }
@@ -79,6 +81,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     return event == nullptr || moment_of(event).past();
   }
   void synchronizeEvent(void* event) const override {
+    ++counts().host_waits;
     if (event != nullptr)
       moment_of(event).wait();
     check_device();

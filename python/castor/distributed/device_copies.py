@@ -42,6 +42,7 @@ def broadcast(
     group: distributed.ProcessGroup,
     source: int,
     device: torch.device,
+    sent_from: torch.device,
 ) -> torch.Tensor:
     """Broadcasts one rank's tensor. Collective.
 
@@ -49,11 +50,16 @@ def broadcast(
         own: The values on the rank that has them; None on the others.
         shape: Shape of the values.
         dtype: Type of the values.
-        group: Process group that sends host memory.
+        group: Process group that sends memory of `sent_from`.
         source: Number, in the group, of the rank that has the values.
         device: Device on which the other ranks want the values.
+        sent_from: The same device, or the CPU: the values then go through the host.
     """
-    sent = torch.empty(tuple(shape), dtype=dtype) if own is None else on_host(own.contiguous())
+    if own is None:
+        sent = torch.empty(tuple(shape), dtype=dtype, device=sent_from)
+    else:
+        own = own.contiguous()
+        sent = own if own.device == sent_from else on_host(own)
     distributed.broadcast(sent, group=group, group_src=source)
     return from_host(sent, device) if own is None else own
 

@@ -81,14 +81,16 @@ class EncoderForward(WrappedForward):
     def _of_last(self, states: torch.Tensor) -> torch.Tensor:
         """Broadcasts the hidden states of the rank with the encoder's last block."""
         parallel = self._parallel
+        group, sent_from = parallel.transport
         owner = parallel.rank_of_block[parallel.modules.transfer.encoder_blocks - 1]
         return broadcast(
             states if owner == parallel.ranks.rank else None,
             states.shape,
             states.dtype,
-            group=parallel.group,
+            group=group,
             source=owner,
             device=states.device,
+            sent_from=sent_from,
         )
 
 

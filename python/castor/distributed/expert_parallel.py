@@ -70,7 +70,8 @@ class ExpertParallel(TensorParallel):
                     session.make_gradient_present(number, next(iter(scales), 1.0))
                 grads.append(params[number].grad)
         for some in _together(grads):
-            total = torch.cat([grad.detach().reshape(-1) for grad in some])
+            # On the host: a rank may have a gradient on its device, and another in host storage.
+            total = torch.cat([grad.detach().reshape(-1).cpu() for grad in some])
             self.ranks.tensors.all_reduce(total)
             total /= self.ranks.size
             for grad, mean in zip(some, total.split([grad.numel() for grad in some]), strict=True):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from castor.runtime.input_cast import as_given
 from castor.runtime.ranks import Peers
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -73,28 +74,47 @@ def check_inputs(
         if not isinstance(leaf, torch.Tensor):
             continue
         digest = zlib.crc32(repr(tuple(leaf.shape)).encode(), digest)
-        values = leaf.detach().contiguous().view(-1)
+        values = as_given(leaf).detach().contiguous().view(-1)
         if values.numel() and not values.is_meta:  # meta: a simulated model
             digest = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, digest)
     what = f"the inputs of {type(model).__name__} (ranks that divide it take one batch)"
     return ranks.check_equal({what: f"{digest:08x}"} | dict(asked or {}), beside=beside)
 
 
-def check_numbers(numbers: torch.Tensor, count: int, what: str) -> None:
+def check_numbers(
+    numbers: torch.Tensor, count: int, what: str, *, ignored: int | None = None
+) -> None:
     """Checks that all numbers are within a vocabulary.
 
-    For another number no rank has a row, and a vocab-parallel layer would compute with zeros.
+    For another number no rank has a row, and a vocab-parallel layer would compute with zeros. On a
+    GPU the host does not wait: as with PyTorch's own embedding there, the device fails an
+    assertion, and a later call raises RuntimeError.
 
     Args:
         numbers: Numbers of tokens.
         count: Size of the vocabulary.
         what: Name of the numbers, for a message.
+        ignored: Number that may occur as well; None: none.
 
     Raises:
-        IndexError: A number is out of range, as with a full vocabulary in PyTorch.
+        IndexError: A number is out of range, on the CPU, as with a full vocabulary in PyTorch.
     """
     if numbers.is_meta or not numbers.numel():  # a simulated model
         return
+    if numbers.device.type != "cpu":
+        within = (numbers >= 0) & (numbers < count)
+        if ignored is not None:
+            within |= numbers == ignored
+        torch._assert_async(
+            within.all(),
+            f"{what} are not all of a vocabulary of {count} tokens; give numbers from 0 to "
+            f"{count - 1}",
+        )
+        return
+    if ignored is not None:
+        numbers = numbers[numbers != ignored]
+        if not numbers.numel():
+            return
     least, most = (int(x) for x in numbers.aminmax())
     if least < 0 or most >= count:
         raise IndexError(

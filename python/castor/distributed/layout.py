@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import distributed
 
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
+from castor.runtime.device_groups import DeviceBackend, DeviceLink
 from castor.runtime.process_groups import own_group, own_groups
 from castor.runtime.ranks import Peers, Ranks, make_ranks, make_savers, rank_and_size
 
@@ -43,6 +44,12 @@ class RankLayout:
     """Process group that sends stage inputs and outputs; None: there is one stage."""
     everyone: Peers | None = None
     """All ranks, for checkpoints; None: each has the full model, and `data` are all ranks."""
+    subsets: Mapping[str, list[list[int]]] = field(default_factory=dict)
+    """Subsets of all ranks whose groups are `tensor`, `sequence` and `stages`."""
+    device_backend: DeviceBackend | None = None
+    """Backend that sends memory of devices; None: it goes through the host."""
+    communicator_bytes: int = 0
+    """Device memory that the backend's communicators take."""
 
     @property
     def groups(self) -> tuple[Peers, ...]:
@@ -76,16 +83,47 @@ class RankLayout:
             )
         ranks = torch.arange(size).view(-1, stages, sequence_size, tensor_size)
         lines = ranks.permute(0, 2, 3, 1).reshape(-1, stages).tolist()
+        subsets = {
+            "tensor": ranks.reshape(-1, tensor_size).tolist(),
+            "sequence": ranks.transpose(2, 3).reshape(-1, sequence_size).tolist(),
+            "stages": lines,
+        }
         return cls(
             data=make_ranks(ranks.permute(1, 3, 0, 2).reshape(stages * tensor_size, -1).tolist()),
-            tensor=_exchanging(ranks.reshape(-1, tensor_size).tolist(), rank),
-            sequence=_exchanging(ranks.transpose(2, 3).reshape(-1, sequence_size).tolist(), rank),
+            tensor=_exchanging(subsets["tensor"], rank),
+            sequence=_exchanging(subsets["sequence"], rank),
             process=rank,
             stages=_exchanging(lines, rank),
+            subsets=subsets,
             lines=tuple(map(tuple, lines)),
             between_stages=own_group(lines) if stages > 1 else None,
             everyone=make_savers() if tensor_size * stages > 1 else None,
         )
+
+    def connect_devices(self, device: torch.device) -> RankLayout:
+        """Lets the ranks of one model send tensors from device to device.
+
+        Collective: every rank calls it. Without a backend for the devices (DeviceBackend.find)
+        tensors go through the host.
+
+        Args:
+            device: Device of this rank.
+
+        Returns:
+            This layout, with the backend and the device memory that its communicators take.
+        """
+        named = {"tensor": self.tensor, "sequence": self.sequence, "stages": self.stages}
+        connected = {name: ranks for name, ranks in named.items() if ranks}
+        backend = DeviceBackend.find(device, self.gather) if connected else None
+        if backend is None:
+            return self
+        free = backend.free_bytes()
+        for name, ranks in connected.items():
+            ranks.use_device_link(
+                DeviceLink(ranks.tensors, backend.group(self.subsets[name]), device)
+            )
+        taken = max(0, free - backend.free_bytes())
+        return replace(self, device_backend=backend, communicator_bytes=taken)
 
     def among_stages(self, numbers: Sequence[int]) -> TensorRanks | None:
         """Makes a group of some of this rank's pipeline ranks.

@@ -129,6 +129,12 @@ class PipelineParallel:
         self._modules: StageModules | None = None
 
     @property
+    def transport(self) -> tuple[distributed.ProcessGroup, torch.device]:
+        """Process group that sends stage inputs and outputs, and the device they are on."""
+        link = self.ranks.device_link
+        return (link.group, link.device) if link else (self.group, torch.device("cpu"))
+
+    @property
     def has_last(self) -> bool:
         """Whether this process has the last stage."""
         return self._rank_of[-1] == self._rank
@@ -270,6 +276,8 @@ class PipelineParallel:
                     )
                     assert awaited is not None
                     awaited.wait(timedelta(milliseconds=1))
+        if link := self.ranks.device_link:
+            link.fail()
         for divided in (self.tensor, self.sequences):
             if divided:
                 divided.ranks.leave()

@@ -122,7 +122,8 @@ class PipelineSchedule:
             run = schedule.step if training else schedule.eval
             with parallel.awaiting():
                 run(number=numbers, target=numbers, return_outputs=False)
-            return sum(one / len(parts) for one in last.losses) if last and last.losses else None
+            losses = [one.item() for one in last.losses] if last else []
+            return sum(one / len(parts) for one in losses) if losses else None
 
         last = next((stage for stage in stages if stage.is_last), None)
         try:
@@ -162,16 +163,17 @@ class PipelineSchedule:
         loss = torch.empty(1, device="meta", requires_grad=training)
         (engine,) = engines_holding(model)
         enter = _entering(engine)
+        group, device = parallel.transport
         stages, theirs = [], []
         for number in parallel.modules.own:
             stage = _Stage(self._model, parallel, number)
             stages.append(stage)
             theirs.append(
                 _PipelineStage(
-                    enter, stage, number, count, torch.device("cpu"),
+                    enter, stage, number, count, device,
                     input_args=hidden[number] if number else (),
                     output_args=loss if number == count - 1 else hidden[number + 1],
-                    group=parallel.group,
+                    group=group,
                 )
             )  # fmt: skip
         options = {"n_microbatches": len(parts), "loss_fn": stages[-1].scaled, "scale_grads": False}
@@ -189,9 +191,9 @@ class PipelineSchedule:
 
 
 class _PipelineStage(PipelineStage):
-    """A stage over gloo, which may compute gradients of weights later than those of its inputs.
+    """A stage that may compute gradients of weights later than those of its inputs.
 
-    Its inputs and outputs are in host memory, whatever device the stage computes on.
+    Its inputs and outputs are in host memory where ranks exchange them through the host.
     """
 
     def __init__(self, enter: Enter, stage: _Stage, *args: Any, **kwargs: Any) -> None:
@@ -200,7 +202,7 @@ class _PipelineStage(PipelineStage):
         self._stage = stage
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        return []  # for NCCL only; a stage with a neighbour on its own rank would send to itself
+        return []  # communicators exist; a stage beside one of its own rank would send to itself
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -246,7 +248,7 @@ class _Stage(nn.Module):
         self.is_last = number == parallel.num_stages - 1
         self._parts: list[dict[str, Any]] = []
         self._asked: Asked | None = None
-        self.losses: list[float] = []
+        self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
 
     def begin(self, parts: list[dict[str, Any]], asked: Asked) -> None:
@@ -297,14 +299,18 @@ class _Stage(nn.Module):
         if not self.is_last:
             assert sent is not None
             sent = sent.clone() if sent._is_view() else sent.contiguous()
-            return taken_to_host(sent)
+            return self._to_transport(sent)
         if asked.outputs:
             self.outputs.append(outputs)
         if not asked.needs_loss:
-            return torch.zeros(1)
+            return torch.zeros(1, device=self.parallel.transport[1])
         loss = asked.loss_of(outputs, part)
-        self.losses.append(loss.item())
-        return taken_to_host(loss.float().reshape(1))
+        self.losses.append(loss.detach())
+        return self._to_transport(loss.float().reshape(1))
+
+    def _to_transport(self, x: torch.Tensor) -> torch.Tensor:
+        _, device = self.parallel.transport
+        return x if x.device == device else taken_to_host(x)
 
 
 def _entering(engine: Engine) -> Enter:

@@ -17,10 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from castor import _C
 from castor.distributed.blockwise_attention import Block, Scores, merge
 from castor.distributed.device_copies import from_host, on_host
 from castor.distributed.placeholder_mask import PlaceholderMask
@@ -30,17 +31,38 @@ _Gradients = tuple[torch.Tensor, torch.Tensor]
 """Gradients of keys and of values."""
 
 
-class Coming:
+class Coming(Protocol):
     """A tensor that is being received from the previous rank."""
 
-    def __init__(self, host: Future[torch.Tensor], device: torch.device) -> None:
-        """Takes the future values in host memory, and the device that wants them."""
-        self._host = host
-        self._device = device
+    def result(self) -> torch.Tensor:
+        """Returns the values, for later work of the current stream."""
+
+
+@dataclass(frozen=True)
+class ComingThroughHost:
+    """A tensor that is being received in host memory."""
+
+    host: Future[torch.Tensor]
+    """Values in host memory."""
+    device: torch.device
+    """Device that wants them."""
 
     def result(self) -> torch.Tensor:
         """Waits for the values, and returns them on the device."""
-        return from_host(self._host.result(), self._device)
+        return from_host(self.host.result(), self.device)
+
+
+@dataclass(frozen=True)
+class ComingOnDevice:
+    """A tensor that is being received on a stream of the process group's own."""
+
+    work: _C.DeviceWork
+    received: torch.Tensor
+
+    def result(self) -> torch.Tensor:
+        """Orders the current stream behind the message. The host does not wait."""
+        self.work.wait()
+        return self.received
 
 
 class Ring:
@@ -69,8 +91,8 @@ class Ring:
     def tokens_of(self, rank: int, length: int, device: torch.device) -> torch.Tensor:
         """Returns the numbers of a rank's tokens, in its order: int64, (length / ranks,)."""
         piece = length // self.num_pieces
-        begin = torch.tensor(self.pieces_of(rank), device=device) * piece
-        return (begin[:, None] + torch.arange(piece, device=device)).flatten()
+        one_piece = torch.arange(piece, device=device)
+        return torch.cat([number * piece + one_piece for number in self.pieces_of(rank)])
 
     def in_order(self, x: torch.Tensor) -> torch.Tensor:
         """Sorts dimension 1 from rank order, as it was gathered, to the order of the sequence."""
@@ -81,11 +103,15 @@ class Ring:
     def ring_shift(self, sent: torch.Tensor) -> Coming:
         """Sends a tensor to the next rank, and receives the previous rank's. Collective.
 
-        The ring's thread does it; the caller goes on meanwhile.
+        A stream of the process group for devices does it, or the ring's thread; the caller goes on
+        meanwhile.
 
         Args:
             sent: Contiguous tensor, of the same shape on all ranks.
         """
+        if self.ranks.tensors.sends_from_device(sent):
+            on_device = torch.empty_like(sent)
+            return ComingOnDevice(self.ranks.tensors.begin_ring_shift(sent, on_device), on_device)
         # The other thread sees host memory only, since each thread has its own streams.
         own = on_host(sent)
         received = torch.empty_like(own, pin_memory=own is not sent)
@@ -95,7 +121,7 @@ class Ring:
             return received
 
         self._last = self._thread.submit(send)
-        return Coming(self._last, sent.device)
+        return ComingThroughHost(self._last, sent.device)
 
     @contextmanager
     def turn(self) -> Iterator[None]:

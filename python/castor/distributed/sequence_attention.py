@@ -97,6 +97,8 @@ class Meeting:
         """Whether a sharded forward is under way."""
         self.documents: Documents | None = None
         """Documents of the forward under way; None: each row is one."""
+        self.padded = True
+        """Whether the forward under way was given an attention mask."""
 
     def start(self, model: Any) -> None:
         """Puts castor's attention into a model of transformers."""
@@ -131,6 +133,7 @@ class Meeting:
     def leave(self) -> None:
         """Ends a forward, sharded or not."""
         _running.meeting = self.documents = None
+        self.padded = True
         self.whole = self.entered = False
 
     @property
@@ -183,6 +186,8 @@ def _register(implementation: str, mode: Mode) -> str:
         meeting: Meeting | None = getattr(_running, "meeting", None)
         if meeting:
             ranks = meeting.ranks
+            if not meeting.padded:  # the mask is castor's own, which nobody needs to look at
+                options["attention_mask"] = None
             if meeting.documents:
                 sees = meeting.documents.apart(options.get("mask_function", causal_mask_function))
                 options |= {"mask_function": sees, "allow_is_causal_skip": False}

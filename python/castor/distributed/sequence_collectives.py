@@ -142,7 +142,18 @@ def _reduce_scatter(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tens
     parts = torch.stack(x.detach().chunk(ranks.size, dim))
     received = torch.empty_like(parts)
     ranks.tensors.all_to_all(parts, received)
-    return received.sum(0, dtype=torch.float32).to(x.dtype)
+    return sum_in_rank_order(received)
+
+
+def sum_in_rank_order(parts: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of the ranks' tensors (ranks, ...), in fp32 and rounded once.
+
+    A reduction of torch may add in another order on another device.
+    """
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:].unbind():
+        total += part
+    return total.to(parts.dtype)
 
 
 def _slice(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:

@@ -156,6 +156,7 @@ class SequenceParallel:
                 cached = given.get("use_cache", getattr(model.config, "use_cache", False))
                 meeting.documents = self._documents(positions, cached=bool(cached))
         if mask is None:
+            meeting.padded = False
             mask = torch.ones((batch, length), dtype=torch.long, device=tokens.device)
         elif mask.dim() != 2:
             raise NotImplementedError(

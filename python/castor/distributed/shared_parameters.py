@@ -63,5 +63,5 @@ class SharedParameters:
             grad = copy.param.grad
             if grad is not None:
                 # Through .data: an edit by the user would be refused under a loss scale.
-                grad.data.copy_(copy.ranks.all_reduce(grad))
+                grad.data.copy_(copy.ranks.all_reduce_on_host(grad))
         self._summed = True

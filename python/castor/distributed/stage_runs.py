@@ -41,23 +41,28 @@ def run_together(
     """
     failure: Exception | None = None
     own: Found | None = None
+    lost = False
+    link = parallel.ranks.device_link
     parallel.running = True
     try:
-        with _own_random_numbers(parallel) if model.training else nullcontext():
+        with (
+            link.expecting() if link else nullcontext(),
+            _own_random_numbers(parallel) if model.training else nullcontext(),
+        ):
             own = work()
     except Exception as error:
         failure = _unwrapped(error)
+        lost = _lost_a_rank(failure) or bool(link and link.lost)
         parallel.disconnect()  # others wait for sends that will not come
     finally:
         parallel.running = False
-    return _of_all(parallel, own, failure)  # type: ignore[return-value]  # None: one has failed
+    return _of_all(parallel, own, failure, lost=lost)  # type: ignore[return-value]  # None: failed
 
 
 def _of_all(
-    parallel: PipelineParallel, own: Found | None, failure: Exception | None
+    parallel: PipelineParallel, own: Found | None, failure: Exception | None, *, lost: bool
 ) -> list[Found | None]:
     ranks = parallel.ranks
-    lost = failure is not None and _lost_a_rank(failure)
     said = None if failure is None or lost else f"{type(failure).__name__}: {failure}"
     try:
         everyone = ranks.gather((own, said, lost))

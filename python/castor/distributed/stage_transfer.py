@@ -102,7 +102,9 @@ class StageTransfer:
         height, width = (n // of for n, of in zip(images.shape[2:], self.patch, strict=True))
         return len(images), 1 + height * width
 
-    def empty(self, rows: int, tokens: int, block: int, *, device: str = "cpu") -> torch.Tensor:
+    def empty(
+        self, rows: int, tokens: int, block: int, *, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
         """Makes an empty tensor like a block's stage input."""
         elements, dtype = self.routers.extent(self.width, self.dtype, block)
         return torch.empty((rows, tokens, elements), dtype=dtype, device=device)

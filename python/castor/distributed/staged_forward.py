@@ -97,16 +97,20 @@ class StagedForward(WrappedForward):
         """
         parallel, rank = self._parallel, self._parallel.ranks.rank
         owners, transfer = parallel.rank_of_block, parallel.modules.transfer
+        group, device = parallel.transport
         decoder = transfer.encoder_blocks  # its first block takes no output of the block before
         if index not in (0, decoder) and owners[index - 1] == rank:
-            sent = on_host(transfer.join(hidden, index).contiguous())
+            sent = transfer.join(hidden, index).contiguous()
             with parallel.awaiting():
-                distributed.send(sent, group=parallel.group, group_dst=owners[index])
+                distributed.send(
+                    sent if sent.device == device else on_host(sent),
+                    group=group, group_dst=owners[index],
+                )  # fmt: skip
         if index + 1 not in (decoder, len(owners)) and owners[index + 1] == rank:
             rows, tokens = hidden.shape[:2]
-            received = transfer.empty(rows, tokens, index + 1)
+            received = transfer.empty(rows, tokens, index + 1, device=device)
             with parallel.awaiting():
-                distributed.recv(received, group=parallel.group, group_src=owners[index])
+                distributed.recv(received, group=group, group_src=owners[index])
             hidden = transfer.split(from_host(received, hidden.device), index + 1)
         return hidden
 
@@ -117,9 +121,13 @@ class StagedForward(WrappedForward):
         said = [tree_map(lambda x: torch.empty_like(x, device="meta"), tensors)]
         distributed.broadcast_object_list(said, group=group, group_src=last)
 
+        tensor_group, sent_from = self._parallel.transport
+
         def share(like: torch.Tensor, mine: torch.Tensor | None) -> torch.Tensor:
-            device = self._parallel.device
-            return broadcast(mine, like.shape, like.dtype, group=group, source=last, device=device)
+            return broadcast(
+                mine, like.shape, like.dtype,
+                group=tensor_group, source=last, device=self._parallel.device, sent_from=sent_from,
+            )  # fmt: skip
 
         fields = {name: x for name, x in own.items() if name not in tensors}
         for name, like in said[0].items():

@@ -18,6 +18,7 @@ import torch
 from castor import _C
 from castor.distributed.sequence_collectives import GatheredInput, all_gather
 from castor.errors import UsageError
+from castor.runtime.device_groups import DeviceLink
 from castor.runtime.ranks import Peers, common_memory_mark
 
 
@@ -33,6 +34,7 @@ class TensorRanks(Peers):
     """Name of the process group, which is used here only."""
     tensors: _C.RankTensors
     """Collectives of tensors."""
+    _device_links: list[DeviceLink] = field(default_factory=list)
     _entered: _Entered = field(default_factory=lambda: _Entered())
 
     @classmethod
@@ -46,7 +48,16 @@ class TensorRanks(Peers):
     @property
     def link(self) -> str:
         """Name of the link that activations go through, for reports."""
-        return self.tensors.link
+        return self.tensors.device_backend or self.tensors.link
+
+    def use_device_link(self, link: DeviceLink) -> None:
+        """Sends tensors on devices over a process group, from now on."""
+        self._device_links[:] = [link]
+
+    @property
+    def device_link(self) -> DeviceLink | None:
+        """Link between the ranks' devices; None: tensors go through the host."""
+        return self._device_links[0] if self._device_links else None
 
     def gather(self, value: Any) -> list[Any]:
         """Returns the picklable values of all ranks, in rank order; see Peers.
@@ -97,6 +108,15 @@ class TensorRanks(Peers):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the sum over the ranks, in rank order: the same bits on all. A new tensor."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.tensors.all_reduce(total)
+        return total
+
+    def all_reduce_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums as all_reduce does, and returns a new tensor on the CPU.
+
+        For gradients: one rank may have its own on the device, and another in host storage.
+        """
+        total = tensor.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
         self.tensors.all_reduce(total)
         return total
 

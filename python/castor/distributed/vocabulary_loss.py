@@ -122,7 +122,7 @@ class VocabularyLoss:
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         target = shift_labels.reshape(-1)
-        check_numbers(target[target != ignore_index], self.width, "labels")
+        check_numbers(target, self.width, "labels", ignored=ignore_index)
         rows = logits.reshape(-1, logits.shape[-1])
         own = Columns(target, self._ranks, self.width, ignore_index)
         total = self._in_tiles(rows, target, own) if self._in_tiles else None

@@ -22,10 +22,14 @@ _OF_A_NODE = (
 )
 _MICROSECOND = 1e-6
 Transport = Literal["host", "nccl"]
-"""Path of GPUs' collectives: through host memory, as castor's ranks do today, or between GPUs."""
+"""Path of activations between GPUs: through host memory, or directly by NCCL.
+
+Gradients and weights of data-parallel replicas go through host memory either way.
+"""
 TRANSPORTS: dict[Transport, str] = {
     "host": "Ranks exchange through host memory.",
-    "nccl": "Ranks exchange by NCCL, which castor does not have yet: this has not run.",
+    "nccl": "Activations go from GPU to GPU by NCCL, which has not run on several GPUs yet; "
+    "replicas exchange gradients and weights through host memory.",
 }
 """Remark on predictions for each transport."""
 
@@ -110,7 +114,9 @@ class Cluster:
     nvme_paths: tuple[str, ...] = ()
     """Directories on each node's NVMe; empty: a node has no NVMe."""
     transport: Transport = "host"
-    """Path of the ranks' collectives."""
+    """Path of activations."""
+    replica_link: Link | None = None
+    """Link of data-parallel replicas on one node; None: `link`."""
 
     def remark(self) -> str:
         """Returns a remark on predictions; empty for one rank and for ranks on the host."""
@@ -217,11 +223,12 @@ class Cluster:
             nvme_bytes=of_node.nvme_bytes and of_node.nvme_bytes // each,
         )
         link, network = _link(settings, "link"), _link(settings, "network")
+        # A message is written into shared memory by one rank, and read by another.
+        of_memory = of_rank.dram / 2 if each > 1 else math.inf
+        replica_link = None if on_host else dataclasses.replace(link, bytes_per_second=of_memory)
         if through_host:
             copies = {"d2h": of_rank.d2h, "h2d": of_rank.h2d}
             network = dataclasses.replace(network, **copies)
-            # A message is written into shared memory by one rank, and read by another.
-            of_memory = of_rank.dram / 2 if each > 1 else math.inf
             link = dataclasses.replace(link, bytes_per_second=of_memory, **copies)
         return cls(
             machine=of_rank,
@@ -230,6 +237,7 @@ class Cluster:
             link=link,
             network=network,
             transport=transport,
+            replica_link=replica_link,
             on_host=on_host,
             at_once=min(each, at_once),
             nvme_paths=tuple(map(str, parse_paths(settings.get("nvme_path"), "nvme_path"))),
@@ -241,9 +249,8 @@ def _transport_of(settings: Mapping[str, Any], *, on_host: bool) -> Transport:
     if given is None:
         if "link" in settings and not on_host:
             raise UsageError(
-                "link is between GPUs, and castor's ranks exchange through host memory: leave it "
-                "out, or give transport: nccl for what NCCL would bring, which castor does not "
-                "have yet"
+                "link is between GPUs, and transport: host sends activations through host memory: "
+                "leave it out, or give transport: nccl, where each rank has a GPU of its own"
             )
         return "host"
     if given not in TRANSPORTS:

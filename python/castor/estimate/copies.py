@@ -67,7 +67,7 @@ def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: i
     Traffic within a node and between nodes adds up: both need the processors that ranks share.
     """
     sent = sent_between_copies(layout, cluster, param_bytes, element_bytes)
-    ways = ((cluster.link, sent.within), (cluster.network, sent.across))
+    ways = ((cluster.replica_link or cluster.link, sent.within), (cluster.network, sent.across))
     return sum(link.seconds_on_host(num_bytes) for link, num_bytes in ways if num_bytes)
 
 

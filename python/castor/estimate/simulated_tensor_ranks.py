@@ -62,6 +62,11 @@ class _Sends:
     def ring_shift(self, sent: torch.Tensor, _received: torch.Tensor) -> None:
         self._note("ring_shift", sent)
 
+    device_backend = ""
+
+    def sends_from_device(self, _tensor: torch.Tensor) -> bool:
+        return False
+
     def gather_bytes(self, own: bytes, _place: str) -> list[bytes]:
         return [own] * self._size
 

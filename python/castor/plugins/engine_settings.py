@@ -101,4 +101,6 @@ def engine_settings(
         reads=reads,
         zero_stage=0 if config.zero_stage == "auto" else config.zero_stage,
         extra_dp_size=config.extra_dp_size if layout.data else 1,
+        device_link=layout.device_backend.name if layout.device_backend else "",
+        communicator_bytes=layout.communicator_bytes,
     )

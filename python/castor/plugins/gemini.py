@@ -421,6 +421,9 @@ class GeminiPlugin:
             *(layout, model, optimizers, config),
             state_format=choice.state_format, seed=choice.seed, held=held,
         )  # fmt: skip
+        layout = layout.connect_devices(torch.device(config.device))
+        budgets = budgets_of(self, self.config)
+        budgets.take_communicators(layout.communicator_bytes)
         reads = group_of_reads(config, rules, layout)
         divided = self._division.divide(model, optimizers, layout, state_format=choice.state_format)
         engine = Engine(
@@ -430,7 +433,7 @@ class GeminiPlugin:
                 rule=rule,
                 state_format=choice.state_format,
                 layout=layout,
-                budgets=budgets_of(self, self.config),
+                budgets=budgets,
                 reads=reads,
             ),
             updated=held,

@@ -76,6 +76,10 @@ class EngineSettings:
     where they share no memory; "": nothing is read so."""
     zero_stage: int = 0
     """ZeRO stage that ranks run at least (Rajbhandari et al. 2020, section 5); 0: any."""
+    device_link: str = ""
+    """Backend that sends tensors from device to device; "": they go through the host."""
+    communicator_bytes: int = 0
+    """Device memory that its communicators take."""
     extra_dp_size: int = 1
     """Number of copies of the weights that ranks keep in shards."""
 
@@ -334,6 +338,8 @@ class Engine(Together):
             figures |= {"rank": rank, "ranks": ranks}
         return MemoryReport(
             **figures,
+            device_link=self.settings.device_link,
+            communicator_bytes=self.settings.communicator_bytes,
             skipped_steps=self.skipped_steps,
             step_skipped=self.step_skipped,
             gradient_norm=self.gradient_norm,

@@ -67,13 +67,13 @@ def own_groups(parts: Sequence[Sequence[int]], count: int) -> list[str]:
     return [own_group(parts).group_name for _ in range(count)]
 
 
-def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
+def own_group(parts: Sequence[Sequence[int]], *, backend: str = "gloo") -> distributed.ProcessGroup:
     """Makes a process group of this process's subset of all ranks; see own_groups."""
     watch()
     rank, size = distributed.get_rank(), distributed.get_world_size()
     with waiting(rank, size, place="makes process groups", awaited="another rank"):
         groups = [
-            distributed.new_group(list(part), backend="gloo", timeout=timeout_of_all())
+            distributed.new_group(list(part), backend=backend, timeout=timeout_of_all())
             for part in parts
         ]
     mine = next(group for group in groups if isinstance(group, distributed.ProcessGroup))

@@ -150,6 +150,11 @@ class MemoryReport:
     rank_link: str
     """Link between ranks: shared memory, gloo between machines and memory within each, or gloo and
     why. Empty if this process is alone."""
+    device_link: str
+    """Backend through which tensor-, context-, expert- and pipeline-parallel ranks send tensors
+    from device to device: "nccl". Empty: through host memory, or there are no such ranks."""
+    communicator_bytes: int
+    """Device bytes that the communicators of device_link take of the budget."""
     rank_shared_bytes: int
     """Bytes of weights and gradients of which the ranks of this machine share one copy; 0: each
     rank has its own."""

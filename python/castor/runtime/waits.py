@@ -1,4 +1,4 @@
-"""Warns where this process has waited long for other ranks, which may still come or not."""
+"""A thread that warns of long waits for other ranks, and notices ranks that are lost."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -18,10 +20,20 @@ from castor import _C
 PATIENCE_SECONDS = 10.0
 """Seconds after which a rank that waits for others warns."""
 
+
+class Link(Protocol):
+    """A link to other ranks that is looked at about once a second."""
+
+    def look(self) -> None:
+        """Ends work of the device that waits for a rank which is lost."""
+
+
 _LOOKS = 10
-"""Number of checks of the waits in that time."""
+"""Number of checks of the waits, and of the other ranks, in that time."""
 _NOT_THE_USERS = (f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/")
 _registry: dict[str | tuple[str, type[Warning], int], int] = {}
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_links_lock = threading.Lock()
 _served: set[int] = set()
 """Identifiers of threads that wait while another rank works for all."""
 
@@ -30,6 +42,13 @@ _served: set[int] = set()
 def watch() -> None:
     """Starts a thread that watches waits for other ranks; once per process."""
     threading.Thread(target=_look, name="castor waits", daemon=True).start()
+
+
+def watch_link(link: Link) -> None:
+    """Ends work of devices that waits for a rank which is lost, as long as `link` lives."""
+    with _links_lock:
+        _links.add(link)
+    watch()
 
 
 def waiting(rank: int, size: int, *, place: str, awaited: str) -> _C.RankWait:
@@ -60,6 +79,11 @@ def served_by_another() -> Iterator[None]:
 def _look() -> None:
     while True:
         time.sleep(PATIENCE_SECONDS / _LOOKS)
+        with _links_lock:
+            links = list(_links)
+        for link in links:
+            link.look()
+        del links
         if told := _C.long_wait(_LOOKS, served=list(_served)):
             _tell(*told)
 

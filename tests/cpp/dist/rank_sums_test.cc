@@ -13,6 +13,16 @@
 namespace castor {
 namespace {
 
+/// Rounds as torch does.
+template <ScalarType type>
+auto rounded(float value) {
+  if constexpr (type == ScalarType::kBFloat16) {
+    return round_to_even_bfloat16(value);
+  } else {
+    return ScalarCodec<type>::round(value);
+  }
+}
+
 template <ScalarType type>
 void expect_sums(std::size_t ranks, std::size_t numel) {
   using Codec = ScalarCodec<type>;
@@ -39,7 +49,7 @@ void expect_sums(std::size_t ranks, std::size_t numel) {
       std::vector<Storage> values = values_of(group.rank());
       adder.sum(std::as_writable_bytes(std::span(values)), type);
       for (std::size_t i = 0; i < numel; ++i) {
-        ASSERT_EQ(Codec::load(values[i]), Codec::load(Codec::round(sums[i])))
+        ASSERT_EQ(Codec::load(values[i]), Codec::load(rounded<type>(sums[i])))
             << "rank " << group.rank() << ", element " << i;
       }
     }

@@ -70,10 +70,15 @@ TEST(RoundingTest, RandomBitsRoundAsSpecified) {
   }
 }
 
-TEST(RoundingTest, BFloat16TiesGoAwayFromZero) {
+TEST(RoundingTest, BFloat16TiesGoAwayFromZeroOrToTheEvenValue) {
   EXPECT_EQ(round_to_bfloat16(std::bit_cast<float>(0x3f808000u)), 0x3f81);  // even would be 3f80
   EXPECT_EQ(round_to_bfloat16(std::bit_cast<float>(0xbf808000u)), 0xbf81);
   EXPECT_EQ(round_to_bfloat16(std::bit_cast<float>(0x3f807fffu)), 0x3f80);
+  EXPECT_EQ(round_to_even_bfloat16(std::bit_cast<float>(0x3f808000u)), 0x3f80);
+  EXPECT_EQ(round_to_even_bfloat16(std::bit_cast<float>(0xbf818000u)), 0xbf82);
+  EXPECT_EQ(round_to_even_bfloat16(std::bit_cast<float>(0x3f808001u)), 0x3f81);
+  EXPECT_EQ(round_to_even_bfloat16(std::bit_cast<float>(0x7f7fffffu)), 0x7f80);
+  EXPECT_EQ(round_to_even_bfloat16(std::bit_cast<float>(0xff800001u)), 0xffc0);
 }
 
 TEST(RoundingTest, AMasterIsItsBFloat16PlusASigned16BitRemainder) {

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/collectives.h"
+#include "core/mutex.h"
+
+namespace castor {
+
+/// A tensor that ranks are passing on, on a stream of the process group's own.
+class DeviceWork {
+ public:
+  explicit DeviceWork(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work)) {}
+  /// Orders the calling thread's current stream behind the work. The host does not wait.
+  void wait() { work_->wait(); }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+/// Collectives of tensors on devices, over a process group whose backend sends device memory: NCCL.
+///
+/// A call orders its work behind the calling thread's current stream, and later work of that stream
+/// behind its own; the host does not wait. Sums are in rank order, in fp32 for 16-bit types, and
+/// rounded once: they have the bits of the host's (RankSums). All ranks make the same calls in the
+/// same order. Tensors are contiguous.
+///
+/// The kernels of a collective wait for every rank, for ever. Therefore look() aborts the backend
+/// when a rank is lost while work is under way. The streams then go on with undefined values, the
+/// host's fences return, and every later call throws Error, which names the lost rank.
+///
+/// One thread at a time makes collectives; look() and abort() may be called from any thread.
+class DeviceCollectives {
+ public:
+  /// Takes a process group by its name in torch.distributed, and collectives of the same ranks
+  /// through the host, which outlive this. Throws UsageError where there is no such group, or where
+  /// it has no backend for devices of this type.
+  DeviceCollectives(const std::string& group, c10::DeviceType type, const Collectives& host);
+
+  /// Returns the backend's name: "nccl".
+  [[nodiscard]] std::string backend() const { return backend_->getBackendName(); }
+  /// Whether the tensor is on a device of these ranks.
+  [[nodiscard]] bool takes(const at::Tensor& tensor) const noexcept {
+    return tensor.device().type() == type_;
+  }
+
+  /// Replaces the values by their sum over the ranks.
+  void all_reduce(const at::Tensor& values);
+  /// See Collectives; of tensors' bytes.
+  void all_gather(const at::Tensor& own, const at::Tensor& into);
+  void all_to_all(const at::Tensor& sent, const at::Tensor& into);
+  [[nodiscard]] DeviceWork begin_ring_shift(const at::Tensor& sent, const at::Tensor& into);
+
+  /// Says whether the ranks exchange tensors through the process group without this object, as
+  /// pipeline stages do: look() then takes work to be under way.
+  void expect_messages(bool expected);
+  /// Aborts the backend if a rank has been lost, and work is under way, for several calls of this
+  /// function. The unit is calls, about one a second, because no call passes while this process is
+  /// stopped.
+  void look() noexcept;
+  /// Ends all work that is under way, now and for good; `why` is for the errors of later calls.
+  void abort(const std::string& why) noexcept;
+  /// Returns why the backend has been aborted; empty: it has not.
+  [[nodiscard]] std::string aborted() const;
+
+ private:
+  template <typename Begin>
+  c10::intrusive_ptr<c10d::Work> begin(const Begin& start);
+  void gather(at::Tensor own, at::Tensor into);
+  void exchange(at::Tensor sent, at::Tensor into);
+  [[nodiscard]] bool under_way() const CASTOR_REQUIRES(mutex_);
+
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  const c10::DeviceType type_;
+  const Collectives& host_;
+  mutable Mutex mutex_;
+  c10::intrusive_ptr<c10d::Work> last_ CASTOR_GUARDED_BY(mutex_);
+  bool expecting_ CASTOR_GUARDED_BY(mutex_) = false;
+  int looks_ CASTOR_GUARDED_BY(mutex_) = 0;
+  std::string aborted_ CASTOR_GUARDED_BY(mutex_);
+};
+
+}  // namespace castor

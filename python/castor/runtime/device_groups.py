@@ -1,0 +1,143 @@
+"""Process groups through which ranks send memory of their devices: NCCL between GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from castor import _C
+from castor.errors import UsageError
+from castor.runtime.process_groups import own_group
+from castor.runtime.waits import watch_link
+
+_LINKS = ("auto", "host")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBackend:
+    """Backend of torch.distributed that sends memory of the ranks' devices."""
+
+    name: str
+    """Name of the backend: "nccl"."""
+    device: torch.device
+    """Device of this rank."""
+
+    @classmethod
+    def find(cls, device: torch.device, gather: Callable[[Any], list[Any]]) -> DeviceBackend | None:
+        """Returns the backend of the ranks' devices. Collective.
+
+        Args:
+            device: Device of this rank.
+            gather: Returns the values that all ranks call it with.
+
+        Returns:
+            The backend. None on the CPU device, where two ranks compute on one GPU (NCCL refuses
+            that), where torch has no backend for the device, and where CASTOR_DEVICE_LINK is
+            "host": tensors then go through host memory.
+
+        Raises:
+            UsageError: CASTOR_DEVICE_LINK is unknown, or differs between ranks; every rank raises.
+        """
+        if device.type == "cpu":
+            return None
+        link = os.environ.get("CASTOR_DEVICE_LINK", "auto")
+        properties = torch.get_device_module(device).get_device_properties(device)
+        everyone = gather((link, _backend_of(device), str(properties.uuid)))
+        links, backends, devices = map(set, zip(*everyone, strict=True))
+        if len(links) > 1 or link not in _LINKS:
+            raise UsageError(
+                f"CASTOR_DEVICE_LINK is {' on one rank and '.join(map(repr, sorted(links)))}; give "
+                'all ranks "auto" (the default) or "host"'
+            )
+        (name, *others) = backends
+        if link == "host" or others or name is None or len(devices) < len(everyone):
+            return None
+        return cls(name=name, device=device)
+
+    def group(self, parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
+        """Makes a process group of this process's subset of all ranks; see own_groups.
+
+        Every rank exchanges an element with the others of its subset, so that communicators exist
+        and take their memory now.
+        """
+        group = own_group(parts, backend=self.name)
+        own = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        everyone = torch.empty(group.size(), dtype=torch.uint8, device=self.device)
+        if group.size() > 1:
+            distributed.all_gather_into_tensor(everyone, own, group=group)
+        torch.get_device_module(self.device).synchronize(self.device)
+        return group
+
+    def free_bytes(self) -> int:
+        """Returns the device's memory that nobody has, in bytes."""
+        free: int = torch.get_device_module(self.device).mem_get_info(self.device)[0]
+        return free
+
+
+def _backend_of(device: torch.device) -> str | None:
+    try:
+        name = distributed.get_default_backend_for_device(device)
+    except ValueError:
+        return None
+    return name if distributed.is_backend_available(name) else None
+
+
+class DeviceLink:
+    """Link between the devices of some ranks, over a process group of their own.
+
+    A collective on a device waits for every rank, for ever. So a rank that cannot go on says so
+    (fail), and a rank that has ended or is stopped is noticed where ranks share memory: what waits
+    for it is ended, and later collectives raise Error.
+    """
+
+    def __init__(
+        self, tensors: _C.RankTensors, group: distributed.ProcessGroup, device: torch.device
+    ) -> None:
+        """Has the ranks send tensors of their devices over the group.
+
+        Args:
+            tensors: Collectives of the ranks.
+            group: Process group of the same ranks in the same order, for memory of devices.
+            device: Device of this rank.
+        """
+        tensors.use_device_group(group.group_name, device.type)
+        self.group = group
+        self.device = device
+        self._tensors = tensors
+        self._store = PrefixStore(f"castor/{group.group_name}", _get_default_store())
+        self._expecting = False
+        watch_link(self)
+
+    @property
+    def lost(self) -> str:
+        """Name of the rank that is lost, and why; empty: none is."""
+        return self._tensors.lost()
+
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Encloses a pass in which tensors go through the group without castor's collectives."""
+        self._expecting = True
+        self._tensors.expect_messages(True)
+        try:
+            yield
+        finally:
+            self._tensors.expect_messages(False)
+            self._expecting = False
+
+    def fail(self) -> None:
+        """Tells the other ranks that this one cannot go on, and ends what waits for them."""
+        self._store.set("failed", "1")
+        self._tensors.abort_device("this rank could not go on")
+
+    def look(self) -> None:
+        """Ends work of the device that waits for a rank which is lost. Called once a second."""
+        self._tensors.look()
+        if self._expecting and not self.lost and self._store.check(["failed"]):
+            self._tensors.abort_device("another rank could not go on")

@@ -1,0 +1,160 @@
+"""What test_device_link.py runs on each rank: `python device_link_cases.py NAME DIRECTORY`.
+
+Each rank has a GPU, simulated or real, as CASTOR_TEST_DEVICE says.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import castor
+from castor.distributed import RankLayout, TensorRanks
+from castor.distributed.ring_attention import Ring
+from castor.runtime.device_groups import DeviceBackend, DeviceLink
+from castor.runtime.process_groups import own_groups
+from simulated import compute_as_asked
+from simulated_gpu import NAME
+from tensor_cases import write
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (1, 17, 64 * 1024, 100_003)
+"""Numbers of elements; large sums go by shards, of which the last is padded."""
+SLEEP = 0.5
+
+
+def device() -> torch.device:
+    """Device of this rank."""
+    return torch.device("cuda" if os.environ["CASTOR_TEST_DEVICE"] == "cuda" else NAME, 0)
+
+
+def linked() -> TensorRanks:
+    """All ranks, as tensor-parallel ranks."""
+    castor.launch_from_torch()
+    size = int(os.environ["WORLD_SIZE"])
+    ranks = RankLayout.find(size, 1, 1, asked="").connect_devices(device()).tensor
+    assert ranks is not None
+    return ranks
+
+
+def _values(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(size, generator=generator) * 100).to(dtype)
+
+
+def same_bits(_: Path) -> None:
+    """Each collective through the devices, and the same through the host."""
+    ranks = linked()
+    assert ranks.device_link is not None
+    own, size = ranks.rank, ranks.size
+    for dtype in TYPES:
+        for numel in SIZES:
+            given = _values(numel, dtype, seed=own)
+            assert not ranks.tensors.sends_from_device(given)
+            assert torch.equal(ranks.all_reduce(given.to(device())).cpu(), ranks.all_reduce(given))
+            shards = torch.stack([_values(numel, dtype, seed=10 * own + of) for of in range(size)])
+            for collective in (ranks.tensors.all_to_all, ranks.tensors.all_gather):
+                sent = shards if collective == ranks.tensors.all_to_all else given
+                received = {}
+                for where in (torch.device("cpu"), device()):
+                    received[where.type] = torch.empty_like(shards, device=where)
+                    collective(sent.to(where), received[where.type])
+                assert torch.equal(received["cpu"], received[device().type].cpu())
+            ring = Ring(ranks)
+            with ring.turn():
+                coming = ring.ring_shift(given.to(device()))
+            expected = _values(numel, dtype, seed=(own - 1) % size)
+            assert torch.equal(coming.result().cpu(), expected)
+    flags = torch.tensor([own % 2 == 0] * 9, device=device())
+    everyone = torch.empty((size, 9), dtype=torch.bool, device=device())
+    ranks.tensors.all_gather(flags, everyone)
+    assert everyone[:, 0].tolist() == [rank % 2 == 0 for rank in range(size)]
+
+
+def host_goes_on(_: Path) -> None:
+    """Collectives behind a kernel that sleeps return before it wakes, with the right values."""
+    ranks = linked()
+    gpu: Any = torch.get_device_module(device())
+    x = torch.full((100_000,), 1.0 + ranks.rank, device=device())
+    torch.get_device_module(device()).synchronize()
+    start = time.monotonic()
+    gpu._sleep(int(SLEEP * 1e6))
+    x *= 2
+    total = ranks.all_reduce(x)
+    gathered = torch.empty((ranks.size, len(x)), device=device())
+    ranks.tensors.all_gather(total, gathered)
+    coming = Ring(ranks).ring_shift(x)
+    passed = coming.result() * 3
+    del x, total
+    assert time.monotonic() - start < SLEEP / 2
+    expected = 2 * sum(range(1, ranks.size + 1))
+    assert gathered.cpu().unique().tolist() == [expected]
+    assert passed.cpu().unique().tolist() == [6 * (1 + (ranks.rank - 1) % ranks.size)]
+    assert time.monotonic() - start > SLEEP / 2
+
+
+def alone(_: Path) -> None:
+    """A group of one rank, with which a single GPU tries the backend: values, memory, abort."""
+    castor.launch_from_torch()
+    (name,) = own_groups([[0]], 1)
+    ranks = TensorRanks.of(name, rank=0, size=1)
+    backend = DeviceBackend.find(device(), lambda value: [value])
+    assert backend is not None
+    free = backend.free_bytes()
+    link = DeviceLink(ranks.tensors, backend.group([[0]]), device())
+    ranks.use_device_link(link)
+    print(f"{ranks.link}: {free - backend.free_bytes()} bytes of communicators")
+    for numel in SIZES:
+        given = _values(numel, torch.bfloat16, seed=0).to(device())
+        assert ranks.tensors.sends_from_device(given)
+        assert torch.equal(ranks.all_reduce(given), given)
+        for collective in (ranks.tensors.all_gather, ranks.tensors.all_to_all):
+            received = torch.empty_like(given)
+            collective(given, received)
+            assert torch.equal(received, given)
+        assert torch.equal(Ring(ranks).ring_shift(given).result(), given)
+    link.fail()
+    with pytest.raises(castor.Error, match="could not go on"):
+        ranks.all_reduce(given)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def one_ends(directory: Path) -> None:
+    """Rank 1 is killed or stopped, or leaves; the device of rank 0 waits for it."""
+    ranks = linked()
+    how = os.environ["HOW"]
+    if ranks.rank == 1:
+        if how == "leaves":
+            ranks.leave()
+            time.sleep(60)
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
+    start = time.monotonic()
+    x = torch.ones(1000, device=device())
+    ranks.all_reduce(x)
+    torch.get_device_module(device()).synchronize()
+    waited = time.monotonic() - start
+    try:
+        ranks.all_reduce(x)
+    except castor.Error as error:
+        write(directory, "one_ends", [waited, str(error)])
+    os._exit(0)
+
+
+def leaves_out(directory: Path) -> None:
+    """Whether there is a link between devices."""
+    link = linked().device_link
+    write(directory, "leaves_out", None if link is None else link.group.size())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    compute_as_asked()
+    scenario: Callable[[Path], None] = globals()[sys.argv[1]]
+    scenario(Path(sys.argv[2]))
