@@ -122,7 +122,7 @@ class PipelineSchedule:
             run = schedule.step if training else schedule.eval
             with parallel.awaiting():
                 run(number=numbers, target=numbers, return_outputs=False)
-            losses = [one.item() for one in last.losses] if last else []
+            losses = torch.stack(last.losses).tolist() if last and last.losses else []
             return sum(one / len(parts) for one in losses) if losses else None
 
         last = next((stage for stage in stages if stage.is_last), None)
