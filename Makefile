@@ -277,7 +277,7 @@ endef
 
 # Where most threads meet, and where objects of C++ outlive each other; without what repeats one thing over
 # many models and formats.
-SANITIZED_TESTS := $(patsubst %,tests/python/test_%.py,streams overlap gradient_parts threads lifetimes \
+SANITIZED_TESTS := $(patsubst %,tests/python/test_%.py,streams overlap partial_gradients threads lifetimes \
 	copied_optimizers writes nvme_faults nvme_abuse nvme_weights_shared offloaded_blocks) \
 	$(addprefix --deselect=tests/python/test_,overlap.py::test_every_mode_gives_the_same_weights \
 	offloaded_blocks.py::test_loss_gradients_and_random_state_are_plain_pytorchs \
@@ -310,7 +310,7 @@ OLDEST_TESTS := $(patsubst %,tests/python/test_%.py,autograd hooks passes module
 	lazy embeddings generation writes given_memory optimizer_edits random_edits copied_optimizers forks threads \
 	checkpoint_resume checkpoint_optimizer checkpoint_model auto_activations recomputed_blocks offloaded_blocks tiled_logits \
 	streams cuda_session nvme grad_scaler trainer loader selftest split_backward pipelines tensor_parallel \
-	sequence_parallel expert_parallel)
+	context_parallel expert_parallel)
 oldest-torch:
 	@$(MAKE) --no-print-directory torches TORCHES=$(firstword $(TORCHES)) PYTEST_ARGS='$(OLDEST_TESTS)'
 
@@ -348,9 +348,9 @@ integration: $(VENV_STAMPS)/integration
 # The asynchronous simulated GPU: tests made for it with each seed of delays, then suites of the CPU
 # device on it with each. A seed took 26 minutes on two cores that others were busy on.
 SIMGPU_SEEDS ?= 1 2 3
-SIMGPU_OWN := cuda cuda_session gpu_ranks gpu_divisions streams simulated_gpu simulated_group simulated_device simulated_nvme embeddings async_loader packed
+SIMGPU_OWN := cuda cuda_session gpu_ranks gpu_parallel streams simulated_gpu simulated_group simulated_device simulated_nvme embeddings async_loader packed
 SIMGPU_SUITES := parity checkpoint_resume checkpoint_model checkpoint_optimizer checkpoint_faults \
-	checkpoint_damage checkpoint_dataloader gradient_parts hybrid nvme nvme_abuse nvme_weights \
+	checkpoint_damage checkpoint_dataloader partial_gradients hybrid nvme nvme_abuse nvme_weights \
 	nvme_weights_shared passes states untrained writes recomputed_blocks auto_activations offloaded_blocks \
 	tiled_blocks tiled_logits activations_on_nvme tight_budgets shared_budget generation \
 	tensor_parallel stage_calls

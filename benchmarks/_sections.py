@@ -343,7 +343,7 @@ def hybrid(record: Record) -> list[str]:
     ]
     headings = (
         "spare memory, of all payloads",
-        "promoted chunks",
+        "resident chunks",
         "streamed s",
         "hybrid s",
         "hybrid / streamed",

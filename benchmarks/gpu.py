@@ -68,27 +68,27 @@ def measure(
 def copies(cuda: Any, num_bytes: int, repetitions: int) -> dict[str, Any]:
     """Seconds and ratios of host to device, device to host, and both at once."""
     engine, pinned, arena = cuda.CopyEngine(0), cuda.PinnedArena(0), cuda.DeviceArena(0)
-    home, back = pinned.empty(num_bytes), pinned.empty(num_bytes)
+    host, back = pinned.empty(num_bytes), pinned.empty(num_bytes)
     slot, source = arena.empty(num_bytes), arena.empty(num_bytes)
-    peer_home = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    peer_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     peer_back = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     peer_slot, peer_source = torch.empty_like(slot), torch.empty_like(source)
     other = torch.cuda.Stream()
 
     def into() -> None:
-        engine.order(engine.submit(slot, home))
+        engine.order(engine.submit(slot, host))
 
     def out() -> None:
         engine.wait(engine.submit(back, source))
 
     def both() -> None:
-        ticket = engine.submit(slot, home)
+        ticket = engine.submit(slot, host)
         out()
         engine.order(ticket)
 
     def peer_both() -> None:
         other.wait_stream(torch.cuda.current_stream())
-        peer_slot.copy_(peer_home, non_blocking=True)
+        peer_slot.copy_(peer_host, non_blocking=True)
         with torch.cuda.stream(other):
             peer_back.copy_(peer_source, non_blocking=True)
         torch.cuda.current_stream().wait_stream(other)
@@ -96,7 +96,7 @@ def copies(cuda: Any, num_bytes: int, repetitions: int) -> dict[str, Any]:
     times = measure(
         {
             "in": into,
-            "torch_in": lambda: peer_slot.copy_(peer_home, non_blocking=True),
+            "torch_in": lambda: peer_slot.copy_(peer_host, non_blocking=True),
             "out": out,
             "torch_out": lambda: peer_back.copy_(peer_source, non_blocking=True),
             "both": both,
@@ -104,10 +104,10 @@ def copies(cuda: Any, num_bytes: int, repetitions: int) -> dict[str, Any]:
         },
         repetitions,
     )
-    home.random_()
+    host.random_()
     into()
     torch.cuda.synchronize()
-    if not torch.equal(slot.cpu(), home):
+    if not torch.equal(slot.cpu(), host):
         raise SystemExit("a copy to the device did not arrive whole")
     result: dict[str, Any] = {
         "bytes": num_bytes,

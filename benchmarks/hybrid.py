@@ -95,7 +95,7 @@ def main() -> int:
 
     table = Table(title=f"{model.title}, behind {LINK}")
     for heading in (
-        "spare, of all payloads", "promoted chunks", "streamed s", "hybrid s", "ratio",
+        "spare, of all payloads", "resident chunks", "streamed s", "hybrid s", "ratio",
         "link MB/step, streamed", "hybrid",
     ):  # fmt: skip
         table.add_column(heading, justify="right")

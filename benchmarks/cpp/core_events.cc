@@ -110,7 +110,7 @@ StepTimes run_step(castor::Runtime& runtime, std::uint32_t num_modules) {
     runtime.grad_ready(ParamId{2 * i});
   }
   const std::uint64_t end = now_ns();
-  runtime.send_home();
+  runtime.move_to_host();
   runtime.finish_step();
   const std::uint64_t finished = now_ns();
   return {static_cast<double>(middle - start), static_cast<double>(end - middle),

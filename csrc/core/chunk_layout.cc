@@ -408,7 +408,7 @@ ChunkLayout::ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> 
     chunks_[chunk].type = params_[i].type;
     chunks_[chunk].trainable = params_[i].trainable;
     chunks_[chunk].has_state = params_[i].trainable && params_[i].has_state;
-    chunks_[chunk].read_at_home = !needed[i];
+    chunks_[chunk].read_on_host = !needed[i];
     chunks_[chunk].params.push_back(static_cast<ParamId>(i));
     places_.push_back(
         {static_cast<ChunkId>(chunk), packer.offset_bytes(i) / size_of(params_[i].type)});

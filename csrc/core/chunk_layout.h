@@ -47,13 +47,13 @@ struct ChunkSpec {
   ScalarType type = ScalarType::kFloat32;
   bool trainable = true;
   bool has_state = true;      ///< never true of a frozen chunk
-  bool read_at_home = false;  ///< whether no module needs it on the device
+  bool read_on_host = false;  ///< whether no module needs it on the device
   std::size_t capacity_bytes = 0;
   std::size_t used_bytes = 0;
   std::vector<ParamId> params;
 
   /// Returns whether several ranks update their shards of the chunk each, and none the full chunk.
-  [[nodiscard]] bool updated_in_parts() const noexcept { return has_state || !trainable; }
+  [[nodiscard]] bool updated_in_shards() const noexcept { return has_state || !trainable; }
 };
 
 struct LayoutOptions {

@@ -12,14 +12,14 @@ namespace castor {
 
 ChunkManager::ChunkManager(const ChunkLayout& layout, const std::vector<Placement>& placements,
                            std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
-                           CopyEngine& engine, ParamBinder& binder, HomeStore* homes,
+                           CopyEngine& engine, ParamBinder& binder, ParamStore* store,
                            const std::shared_ptr<MemoryTier>& param_host)
     : layout_(layout),
       device_(std::move(device)),
       host_(std::move(host)),
       engine_(engine),
       binder_(binder),
-      homes_(homes),
+      store_(store),
       residency_(layout, placements),
       slots_(layout.chunks().size()),
       states_(layout.params().size(), TensorState::kFree) {
@@ -27,7 +27,7 @@ ChunkManager::ChunkManager(const ChunkLayout& layout, const std::vector<Placemen
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     const ChunkSpec& spec = layout.chunk(chunk);
     add_payload(chunk, PayloadKind::kParam, spec.used_bytes, {},
-                spec.updated_in_parts() ? param_host : nullptr);
+                spec.updated_in_shards() ? param_host : nullptr);
     if (placements[i] == Placement::kDevice) {
       for (const ParamId param : layout.chunk(chunk).params) {
         states_[index(param)] = TensorState::kHold;
@@ -46,7 +46,7 @@ ChunkManager::~ChunkManager() {
     try {
       leave(chunk);
     } catch (...) {  // nobody is left to tell; the home is readable all the same
-      bind_home(chunk);
+      bind_to_host(chunk);
     }
   }
 }
@@ -81,17 +81,17 @@ bool ChunkManager::fetch_blocks(ChunkId chunk) const {
   if (!engine_.asynchronous()) {
     return update_pending(chunk) || stored(chunk);
   }
-  return stored(chunk) && num_sources_ >= homes_->max_held();
+  return stored(chunk) && num_sources_ >= store_->max_leases();
 }
 
 void ChunkManager::copy_in(ChunkId chunk) {
   Slot& slot = slots_[index(chunk)];
-  const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+  const Payload& params = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
   PendingUpdates* const updates = update_pending(chunk) ? updates_ : nullptr;
-  const std::byte* data = home.data();
+  const std::byte* data = params.data();
   if (stored(chunk)) {
     if (!slot.source) {
-      slot.source = homes_->hold(chunk);
+      slot.source = store_->lease(chunk);
       ++num_sources_;
     }
     data = slot.source->data();
@@ -103,17 +103,17 @@ void ChunkManager::copy_in(ChunkId chunk) {
         updates->wait(chunk);
       }
       if (source != nullptr) {
-        source->wait(HomeAccess::kRead);
+        source->wait(ParamAccess::kRead);
       }
     };
   }
   binder_.snapshot(chunk);
-  slot.ticket = engine_.submit({.source = {data, home.bytes()},
-                                .target = {slot.block.data(), home.bytes()},
+  slot.ticket = engine_.submit({.source = {data, params.bytes()},
+                                .target = {slot.block.data(), params.bytes()},
                                 .direction = CopyDirection::kHostToDevice,
                                 .behind = device_->stream(),
                                 .await_source = std::move(await_source)});
-  counts_.h2d_bytes += home.bytes();
+  counts_.h2d_bytes += params.bytes();
 }
 
 void ChunkManager::release_source(Slot& slot) noexcept {
@@ -124,7 +124,7 @@ void ChunkManager::release_source(Slot& slot) noexcept {
 }
 
 // Where there is none in memory, whoever reads the parameters has it brought there.
-void ChunkManager::bind_home(ChunkId chunk) noexcept {
+void ChunkManager::bind_to_host(ChunkId chunk) noexcept {
   binder_.bind(chunk, payload(chunk, PayloadKind::kParam)->data());
 }
 
@@ -196,7 +196,7 @@ Pin ChunkManager::pin(ChunkId chunk) {
       throw;
     }
     if (stored(chunk)) {
-      homes_->moved_out(chunk);
+      store_->moved_out(chunk);
     }
     binder_.bind(chunk, slot.block.data());
     slot.bound = true;
@@ -214,7 +214,7 @@ Pin ChunkManager::pin(ChunkId chunk) {
   return residency_.pin(chunk);
 }
 
-Pin ChunkManager::hold(ChunkId chunk, StreamId stream) {
+Pin ChunkManager::pin_for_operator(ChunkId chunk, StreamId stream) {
   Slot& slot = slots_[index(chunk)];
   if (!bound(chunk)) {
     throw UsageError("chunk " + std::to_string(index(chunk)) +
@@ -239,22 +239,22 @@ std::size_t ChunkManager::write_back(ChunkId chunk) {
     return 0;
   }
   const Slot& slot = slots_[index(chunk)];
-  const Payload& home = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
-  std::byte* data = home.data();
-  std::unique_ptr<HomeHold> hold;
+  const Payload& params = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+  std::byte* data = params.data();
+  std::unique_ptr<ParamLease> lease;
   if (stored(chunk)) {
-    hold = homes_->hold(chunk);
-    hold->wait(HomeAccess::kWrite);
-    data = hold->data();
+    lease = store_->lease(chunk);
+    lease->wait(ParamAccess::kWrite);
+    data = lease->data();
   }
   binder_.before_write_back(chunk, data, slot.block.data());
-  engine_.wait(engine_.submit({.source = {slot.block.data(), home.bytes()},
-                               .target = {data, home.bytes()},
+  engine_.wait(engine_.submit({.source = {slot.block.data(), params.bytes()},
+                               .target = {data, params.bytes()},
                                .direction = CopyDirection::kDeviceToHost,
                                .behind = device_->stream(),
                                .await_source = {}}));
-  counts_.d2h_bytes += home.bytes();
-  return home.bytes();
+  counts_.d2h_bytes += params.bytes();
+  return params.bytes();
 }
 
 void ChunkManager::leave(ChunkId chunk) {
@@ -275,7 +275,7 @@ void ChunkManager::leave(ChunkId chunk) {
   slot.block.await_users();
   if (slot.bound) {
     copied_bytes = write_back(chunk);
-    bind_home(chunk);
+    bind_to_host(chunk);
   } else {
     try {
       engine_.order(slot.ticket, device_->stream());  // the slot's next user is behind the copy
@@ -325,7 +325,7 @@ bool ChunkManager::make_room(std::size_t bytes, std::size_t cap_bytes, std::uint
   return fits;
 }
 
-void ChunkManager::send_home() {
+void ChunkManager::move_to_host() {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     if (residency_.in_slot(chunk)) {

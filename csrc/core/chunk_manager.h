@@ -10,8 +10,8 @@
 
 #include "core/chunk_layout.h"
 #include "core/copy_engine.h"
-#include "core/home_store.h"
 #include "core/param_binder.h"
+#include "core/param_store.h"
 #include "core/payload.h"
 #include "core/pending_updates.h"
 #include "core/placement.h"
@@ -37,19 +37,19 @@ struct TransferCounts {
 /// Invariants:
 ///   - a pinned chunk is resident;
 ///   - a parameter is bound to readable memory at all times (device slot when resident, host
-///     storage otherwise), unless a HomeStore has it;
+///     storage otherwise), unless a ParamStore has it;
 ///   - a write made by user code through either is never lost;
 ///   - device bytes are reserved before they are used.
 class ChunkManager {
  public:
   /// Allocates the kParam storage of every chunk, in the order of the chunks. The storage is on the
   /// device tier for Placement::kDevice. Otherwise it is in `param_host` for chunks that ranks
-  /// update in shards (ChunkSpec::updated_in_parts), and on the host tier for the others. nullptr:
-  /// on the host tier for all. Chunks that `homes` has get no storage; nullptr: there are none.
-  /// Throws OutOfMemory. `layout`, `engine`, `binder` and `homes` outlive the manager.
+  /// update in shards (ChunkSpec::updated_in_shards), and on the host tier for the others. nullptr:
+  /// on the host tier for all. Chunks that `store` has get no storage; nullptr: there are none.
+  /// Throws OutOfMemory. `layout`, `engine`, `binder` and `store` outlive the manager.
   ChunkManager(const ChunkLayout& layout, const std::vector<Placement>& placements,
                std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
-               CopyEngine& engine, ParamBinder& binder, HomeStore* homes = nullptr,
+               CopyEngine& engine, ParamBinder& binder, ParamStore* store = nullptr,
                const std::shared_ptr<MemoryTier>& param_host = nullptr);
   ChunkManager(const ChunkManager&) = delete;
   ChunkManager& operator=(const ChunkManager&) = delete;
@@ -66,7 +66,7 @@ class ChunkManager {
   void follow(PendingUpdates* updates) noexcept { updates_ = updates; }
 
   /// Adds a payload of `bytes` to the chunk: on the device for Placement::kDevice, else in `host`
-  /// (nullptr: the host tier). Parameters and gradients that the HomeStore has take no memory.
+  /// (nullptr: the host tier). Parameters and gradients that the ParamStore has take no memory.
   /// Errors call the payload `name`, or by its kind. Throws OutOfMemory; UsageError if the chunk
   /// has one of the kind.
   void add_payload(ChunkId chunk, PayloadKind kind, std::size_t bytes, std::string_view name = {},
@@ -98,9 +98,11 @@ class ChunkManager {
   [[nodiscard]] Pin pin(ChunkId chunk);
   /// Pins a chunk that is bound to the device for an operator of `stream`, so that none of its
   /// payloads moves. Throws UsageError if the chunk is not bound there.
-  [[nodiscard]] Pin hold(ChunkId chunk, StreamId stream);
+  [[nodiscard]] Pin pin_for_operator(ChunkId chunk, StreamId stream);
   /// Returns the number of pins that operators have now, over all chunks.
-  [[nodiscard]] std::size_t num_holds() const noexcept { return residency_.num_holds(); }
+  [[nodiscard]] std::size_t num_operator_pins() const noexcept {
+    return residency_.num_operator_pins();
+  }
   /// Sends a chunk to its host storage; user writes on the device are copied back. Throws
   /// UsageError if the chunk is pinned, not resident or in use (TensorState::kCompute). Rethrows a
   /// failure of the copy back; the chunk then stays on the device, and evict may be called again.
@@ -117,22 +119,22 @@ class ChunkManager {
   /// Returns whether a fetch of the chunk would block the caller now, until its update is over or
   /// until its parameters are in host memory.
   [[nodiscard]] bool fetch_blocks(ChunkId chunk) const;
-  /// Returns whether the HomeStore has the chunk's parameters: they have no storage in memory.
+  /// Returns whether the ParamStore has the chunk's parameters: they have no storage in memory.
   [[nodiscard]] bool stored(ChunkId chunk) const {
-    return homes_ != nullptr && homes_->stored(chunk);
+    return store_ != nullptr && store_->stored(chunk);
   }
-  /// Returns whether the HomeStore has the chunk's gradients.
+  /// Returns whether the ParamStore has the chunk's gradients.
   [[nodiscard]] bool gradients_stored(ChunkId chunk) const {
-    return homes_ != nullptr && homes_->gradients_stored(chunk);
+    return store_ != nullptr && store_->gradients_stored(chunk);
   }
-  /// Returns the HomeStore; nullptr: all host storage is in memory.
-  [[nodiscard]] HomeStore* homes() const noexcept { return homes_; }
+  /// Returns the ParamStore; nullptr: all host storage is in memory.
+  [[nodiscard]] ParamStore* store() const noexcept { return store_; }
   /// Carries user writes to a promoted chunk over to its masters, as a write-back does with those
   /// to a slot. Called before the chunk's update. No effect on other chunks.
   void settle_writes(ChunkId chunk);
   /// Sends every chunk to its host storage. Requires that nothing is pinned. Not counted as
   /// evictions.
-  void send_home();
+  void move_to_host();
 
   /// Makes a streamed chunk resident on the device for good, with every payload: its placement is
   /// kDevice until it is demoted. Its host storage stays allocated for the way back. Returns false,
@@ -177,7 +179,7 @@ class ChunkManager {
   struct Slot {
     Block block;
     CopyTicket ticket = CopyTicket::kNone;
-    std::unique_ptr<HomeHold> source;  // lease of a stored chunk while it is copied in
+    std::unique_ptr<ParamLease> source;  // lease of a stored chunk while it is copied in
     bool bound = false;
     bool writes_followed = false;
     // The parameters of a promoted chunk at the first use since the last update, where its writes
@@ -189,7 +191,7 @@ class ChunkManager {
 
   void copy_in(ChunkId chunk);
   void release_source(Slot& slot) noexcept;
-  void bind_home(ChunkId chunk) noexcept;
+  void bind_to_host(ChunkId chunk) noexcept;
   void await_copy_in(ChunkId chunk);
   void leave(ChunkId chunk);
   [[nodiscard]] std::size_t write_back(ChunkId chunk);
@@ -203,7 +205,7 @@ class ChunkManager {
   std::shared_ptr<MemoryTier> host_;
   CopyEngine& engine_;
   ParamBinder& binder_;
-  HomeStore* const homes_;
+  ParamStore* const store_;
   Residency residency_;
   std::vector<Slot> slots_;
   std::vector<TensorState> states_;

@@ -85,7 +85,7 @@ bool ChunkManager::try_promote(ChunkId chunk) {
       return false;
     }
     blocks[kind] = device_->allocate(std::move(*reservation));
-    copies.push_back({.source = {payload->home(), payload->bytes()},
+    copies.push_back({.source = {payload->host_storage(), payload->bytes()},
                       .target = {blocks[kind].data(), payload->bytes()},
                       .direction = CopyDirection::kHostToDevice,
                       .behind = device_->stream(),
@@ -123,9 +123,9 @@ void ChunkManager::demote(ChunkId chunk) {
     throw UsageError("chunk " + std::to_string(index(chunk)) +
                      " cannot be demoted: it is not promoted");
   }
-  if (residency_.holds(chunk) > 0) {
+  if (residency_.operator_pins(chunk) > 0) {
     throw UsageError("chunk " + std::to_string(index(chunk)) + " cannot be demoted: " +
-                     std::to_string(residency_.holds(chunk)) + " operators use its memory");
+                     std::to_string(residency_.operator_pins(chunk)) + " operators use its memory");
   }
   if (update_pending(chunk)) {
     updates_->wait(chunk);
@@ -138,7 +138,7 @@ void ChunkManager::demote(ChunkId chunk) {
     if (payload) {
       payload->await_users();
       copies.push_back({.source = {payload->data(), payload->bytes()},
-                        .target = {payload->home(), payload->bytes()},
+                        .target = {payload->host_storage(), payload->bytes()},
                         .direction = CopyDirection::kDeviceToHost,
                         .behind = device_->stream(),
                         .await_source = {}});
@@ -152,11 +152,11 @@ void ChunkManager::demote(ChunkId chunk) {
   resident_bytes_ -= on_device_bytes(chunk);
   for (std::size_t kind = 0; kind < kNumPayloadKinds; ++kind) {
     if (slot.payloads[kind] && kind != kParam) {
-      slot.payloads[kind]->move_home().reset();
+      slot.payloads[kind]->move_to_host().reset();
     }
   }
   slot.before.reset();
-  slot.block = slot.payloads[kParam]->move_home();
+  slot.block = slot.payloads[kParam]->move_to_host();
   slot.bound = true;
   slot.ticket = CopyTicket::kNone;
   residency_.demote(chunk);
@@ -172,7 +172,8 @@ bool ChunkManager::demote_one() {
   };
   for (std::size_t i = 0; i < slots_.size() && resident_bytes_ > 0; ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (promoted(chunk) && residency_.holds(chunk) == 0 && (!last || rank(chunk) > rank(*last))) {
+    if (promoted(chunk) && residency_.operator_pins(chunk) == 0 &&
+        (!last || rank(chunk) > rank(*last))) {
       last = chunk;
     }
   }

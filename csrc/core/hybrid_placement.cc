@@ -112,7 +112,7 @@ std::vector<ChunkId> in_order_of_preference(const Trace& trace, const ChunkLayou
   std::vector<bool> open(count, false);
   for (std::size_t i = 0; i < count; ++i) {
     open[i] =
-        candidates[i] && placements[i] == Placement::kStream && !layout.chunks()[i].read_at_home;
+        candidates[i] && placements[i] == Placement::kStream && !layout.chunks()[i].read_on_host;
   }
   std::vector<ChunkId> order;
   const auto take = [&](ChunkId chunk) {

@@ -35,7 +35,7 @@ struct Promotions {
 /// promoted only where the plan of the others gets no worse by it. That plan keeps to the budget,
 /// fetches no more bytes in a step and waits for no more fetches than the plan without promotions.
 /// A chunk that does not pass is left out, and those after it are tried. Chunks that are read on
-/// the host (read_at_home) are no candidates.
+/// the host (read_on_host) are no candidates.
 ///
 /// A pure function, deterministic. Runs the planner O(log chunks) times for each chunk that is left
 /// out, but no more often than kMaxPlannedAccesses allows. Promotes nothing under another policy

@@ -18,9 +18,9 @@ class ParamBinder {
   virtual void snapshot(ChunkId chunk) noexcept = 0;
   /// Returns whether somebody has written to one of the parameters since the snapshot.
   [[nodiscard]] virtual bool written_since_snapshot(ChunkId chunk) const noexcept = 0;
-  /// Called before the chunk's host storage `home` is overwritten with what user code made of its
+  /// Called before the chunk's host storage `host` is overwritten with what user code made of its
   /// `slot`. Both have the payload's bytes. If this throws, the chunk stays where it is.
-  virtual void before_write_back(ChunkId chunk, const std::byte* home, const std::byte* slot) = 0;
+  virtual void before_write_back(ChunkId chunk, const std::byte* host, const std::byte* slot) = 0;
   /// Copies within the device, in order with the computing. The default is for a device that the
   /// host can address.
   virtual void copy_on_device(std::span<const std::byte> source, std::byte* target) {

@@ -10,12 +10,12 @@ void Payload::move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept {
   away_ = std::move(block);
   data_ = away_.data();
   tell_followers();
-  home_.discard();
+  host_.discard();
 }
 
-Block Payload::move_home() noexcept {
+Block Payload::move_to_host() noexcept {
   assert(away());
-  data_ = home_.data();
+  data_ = host_.data();
   tell_followers();
   away_tier_.reset();
   return std::move(away_);

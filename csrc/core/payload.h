@@ -49,18 +49,18 @@ class PayloadFollower {
 /// Payload of one chunk in its storage, with the tier that pays for it. Shared: tensors that users
 /// hold (a state_dict, p.grad) keep the memory alive after the runtime is gone.
 ///
-/// A payload may be away from its storage, which home() returns, in memory of another tier. The
-/// storage stays allocated, so that the way back cannot fail for want of memory, but its contents
-/// are discarded. Whoever moves a payload copies the bytes and sees to it that nobody uses them
-/// meanwhile. Followers may be added from any thread.
+/// A payload may be away from its storage, which host_storage() returns, in memory of another tier.
+/// The storage stays allocated, so that the way back cannot fail for want of memory, but its
+/// contents are discarded. Whoever moves a payload copies the bytes and sees to it that nobody uses
+/// them meanwhile. Followers may be added from any thread.
 class Payload {
  public:
   Payload(std::shared_ptr<MemoryTier> tier, std::size_t bytes, const std::string& remedy)
       : tier_(std::move(tier)),
-        home_(tier_->allocate(bytes, remedy)),
-        bytes_(home_.bytes()),
-        data_(home_.data()) {}
-  /// Makes a payload in no memory (on NVMe, or sharded over ranks): a HomeStore has the bytes.
+        host_(tier_->allocate(bytes, remedy)),
+        bytes_(host_.bytes()),
+        data_(host_.data()) {}
+  /// Makes a payload in no memory (on NVMe, or sharded over ranks): a ParamStore has the bytes.
   explicit Payload(std::size_t bytes) noexcept : bytes_(bytes), data_(nullptr) {}
 
   /// Returns the address of the bytes; nullptr for a payload in no memory.
@@ -72,27 +72,27 @@ class Payload {
   }
 
   [[nodiscard]] bool away() const noexcept { return away_tier_ != nullptr; }
-  [[nodiscard]] std::byte* home() const noexcept { return home_.data(); }
+  [[nodiscard]] std::byte* host_storage() const noexcept { return host_.data(); }
   /// Makes the device's stream wait for other users of the payload while it is away
   /// (Block::await_users).
   void await_users() const { away_.await_users(); }
   /// Notes another stream that uses the bytes where they are now (Block::add_user).
-  void add_user(StreamId stream) const { (away() ? away_ : home_).add_user(stream); }
+  void add_user(StreamId stream) const { (away() ? away_ : host_).add_user(stream); }
   /// Moves the payload to `block` of `tier`, which has the bytes already. Requires !away().
   void move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept;
   /// Moves the payload back to its storage, which has the bytes already, and returns the block
   /// where they were. Requires away().
-  Block move_home() noexcept;
+  Block move_to_host() noexcept;
   /// Lets forked processes use the payload's storage too, for a payload that outlives its session.
-  void share_with_children() noexcept { home_.share_with_children(); }
+  void share_with_children() noexcept { host_.share_with_children(); }
   /// Tells `follower` of moves from now on, until it is not alive any more.
   void add_follower(std::unique_ptr<PayloadFollower> follower);
 
  private:
   void tell_followers() noexcept;
 
-  std::shared_ptr<MemoryTier> tier_;  // destroyed after home_; nullptr: on NVMe
-  Block home_;
+  std::shared_ptr<MemoryTier> tier_;  // destroyed after host_; nullptr: on NVMe
+  Block host_;
   std::size_t bytes_;
   std::shared_ptr<MemoryTier> away_tier_;  // destroyed after away_; nullptr: not away
   Block away_;

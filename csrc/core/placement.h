@@ -41,8 +41,8 @@ struct StoredPayloads {
   /// Parameters and gradients, which are read for every copy to the device, for the norm and for
   /// the update.
   std::vector<bool> weights;
-  /// Number of chunks whose parameters are read ahead of the device (HomeStore::max_held).
-  std::size_t max_held = 0;
+  /// Number of chunks whose parameters are read ahead of the device (ParamStore::max_leases).
+  std::size_t max_leases = 0;
 };
 
 /// Chooses the chunks whose optimizer states go to NVMe; `state_bytes` has one entry per chunk. The

@@ -57,8 +57,8 @@ Pin Residency::pin(ChunkId chunk, PinKind kind) {
   }
   ++entry.pins;
   if (kind == PinKind::kOperator) {
-    ++entry.holds;
-    ++num_holds_;
+    ++entry.operator_pins;
+    ++num_operator_pins_;
   }
   return Pin(*this, chunk, kind);
 }
@@ -67,9 +67,9 @@ void Residency::unpin(ChunkId chunk, PinKind kind) noexcept {
   Chunk& entry = chunks_[index(chunk)];
   assert(entry.pins > 0);
   if (kind == PinKind::kOperator) {
-    assert(entry.holds > 0);
-    --entry.holds;
-    --num_holds_;
+    assert(entry.operator_pins > 0);
+    --entry.operator_pins;
+    --num_operator_pins_;
   }
   if (--entry.pins == 0 && entry.in_slot) {
     pinned_bytes_ -= capacity(chunk);

@@ -76,8 +76,8 @@ class Residency {
   [[nodiscard]] bool resident(ChunkId chunk) const { return on_device(chunk) || in_slot(chunk); }
   [[nodiscard]] std::uint32_t pins(ChunkId chunk) const { return at(chunk).pins; }
   /// Returns the number of the chunk's pins that are operators'.
-  [[nodiscard]] std::uint32_t holds(ChunkId chunk) const { return at(chunk).holds; }
-  [[nodiscard]] std::size_t num_holds() const noexcept { return num_holds_; }
+  [[nodiscard]] std::uint32_t operator_pins(ChunkId chunk) const { return at(chunk).operator_pins; }
+  [[nodiscard]] std::size_t num_operator_pins() const noexcept { return num_operator_pins_; }
   [[nodiscard]] std::uint64_t next_use(ChunkId chunk) const { return at(chunk).next_use; }
   /// Returns the device bytes that the chunk's slot takes, or would take.
   [[nodiscard]] std::size_t capacity(ChunkId chunk) const { return at(chunk).capacity_bytes; }
@@ -133,7 +133,7 @@ class Residency {
     std::size_t capacity_bytes = 0;
     std::uint64_t next_use = kNeverUsed;
     std::uint32_t pins = 0;
-    std::uint32_t holds = 0;
+    std::uint32_t operator_pins = 0;
     Placement placement = Placement::kStream;
     bool in_slot = false;
     bool kept = false;  // kKeep, and pinned since it came
@@ -156,7 +156,7 @@ class Residency {
   std::size_t slot_bytes_ = 0;
   std::size_t pinned_bytes_ = 0;
   std::size_t held_bytes_ = 0;
-  std::size_t num_holds_ = 0;
+  std::size_t num_operator_pins_ = 0;
 };
 
 inline void Pin::release() noexcept {

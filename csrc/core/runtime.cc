@@ -243,24 +243,24 @@ void Runtime::prefetch() {
       }
     }
   }
-  announce_homes(upcoming_modules(*plan_, cursor_));
+  announce_params(upcoming_modules(*plan_, cursor_));
 }
 
 // Homes on NVMe come into memory further ahead than slots are fetched.
-void Runtime::announce_homes(const UpcomingModule& upcoming) {
-  if (HomeStore* const homes = manager_.homes()) {
-    homes->announce(upcoming_chunks(upcoming, layout_, homes->max_held(),
+void Runtime::announce_params(const UpcomingModule& upcoming) {
+  if (ParamStore* const store = manager_.store()) {
+    store->announce(upcoming_chunks(upcoming, layout_, store->max_leases(),
                                     [this](ChunkId chunk) CASTOR_REQUIRES(mutex_) {
                                       return manager_.stored(chunk) && !manager_.resident(chunk);
                                     }));
   }
 }
 
-std::optional<Pin> Runtime::hold(ChunkId chunk, StreamId stream, PayloadKind used) {
+std::optional<Pin> Runtime::pin_for_operator(ChunkId chunk, StreamId stream, PayloadKind used) {
   const MutexLock lock(mutex_);
   const bool there = used == PayloadKind::kParam ? manager_.bound(chunk)
                                                  : manager_.placement(chunk) == Placement::kDevice;
-  return there ? std::optional(manager_.hold(chunk, stream)) : std::nullopt;
+  return there ? std::optional(manager_.pin_for_operator(chunk, stream)) : std::nullopt;
 }
 
 void Runtime::unpin(std::vector<Pin>& pins) noexcept {
@@ -273,8 +273,9 @@ void Runtime::unpin(std::vector<Pin>& pins) noexcept {
 
 // Those of other threads: they go on without the runtime's mutex.
 void Runtime::await_operators(MutexLock& lock) {
-  operators_over_.wait(lock.native(),
-                       [this]() CASTOR_REQUIRES(mutex_) { return manager_.num_holds() == 0; });
+  operators_over_.wait(lock.native(), [this]() CASTOR_REQUIRES(mutex_) {
+    return manager_.num_operator_pins() == 0;
+  });
 }
 
 void Runtime::begin_use(ModuleId module) {
@@ -373,18 +374,18 @@ bool Runtime::retire(ChunkId chunk) {
   return true;
 }
 
-void Runtime::all_home() {
+void Runtime::all_to_host() {
   const CauseScope cause(timeline_, TransferCause::kStepEnd);
   frames_.release_all();
-  manager_.send_home();
+  manager_.move_to_host();
   std::fill(prefetched_.begin(), prefetched_.end(), false);
   forget_round_ahead();
 }
 
-void Runtime::send_home() {
+void Runtime::move_to_host() {
   MutexLock lock(mutex_);
   await_operators(lock);
-  all_home();
+  all_to_host();
 }
 
 void Runtime::begin_update() {
@@ -392,13 +393,13 @@ void Runtime::begin_update() {
   await_operators(lock);
   used_by_this_thread();
   timeline_.begin_update();
-  all_home();
+  all_to_host();
 }
 
 void Runtime::finish_step() {
   MutexLock lock(mutex_);
   await_operators(lock);
-  all_home();
+  all_to_host();
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     gradients_.forget(chunk);
@@ -487,7 +488,7 @@ RuntimeCounts Runtime::counts() const {
   return counts;
 }
 
-std::size_t Runtime::num_moments() const {
+std::size_t Runtime::num_events() const {
   const MutexLock lock(mutex_);
   return tracer_.size();
 }

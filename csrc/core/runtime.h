@@ -84,8 +84,8 @@ class Runtime final : public Reclaimer {
   bool grad_ready(ParamId param, const GradientCopy& copy = {});
   /// Pins the chunk for an operator of `stream` if the payload that it uses, parameters or
   /// gradients, is in device memory now. Given back by unpin on the same thread.
-  [[nodiscard]] std::optional<Pin> hold(ChunkId chunk, StreamId stream = {},
-                                        PayloadKind used = PayloadKind::kParam);
+  [[nodiscard]] std::optional<Pin> pin_for_operator(ChunkId chunk, StreamId stream = {},
+                                                    PayloadKind used = PayloadKind::kParam);
   void unpin(std::vector<Pin>& pins) noexcept;
   /// Sends a chunk whose gradients are complete to its host storage, with user writes, so that it
   /// can be updated while backward goes on. Returns false, and changes nothing, while the chunk is
@@ -93,8 +93,9 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] bool retire(ChunkId chunk);
   /// Ends forward and backward: every chunk goes to its host storage, with user writes. Parameters
   /// may be read and written freely until the next enter. Idempotent.
-  void send_home();
-  /// Same as send_home, but at the beginning of the optimizer's update, which the timeline notes.
+  void move_to_host();
+  /// Same as move_to_host, but at the beginning of the optimizer's update, which the timeline
+  /// notes.
   void begin_update();
   /// Ends the step after the optimizer updated the host copies: closes the trace and plans.
   void finish_step();
@@ -124,7 +125,7 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::optional<Prediction> prediction() const;
   [[nodiscard]] RuntimeCounts counts() const;
   /// Returns the number of events of the step under way so far.
-  [[nodiscard]] std::size_t num_moments() const;
+  [[nodiscard]] std::size_t num_events() const;
   /// Returns the timeline of the last finished training step; it has no events before there is one.
   [[nodiscard]] Timeline timeline() const;
   [[nodiscard]] std::size_t step_peak_device_bytes() const;
@@ -177,8 +178,8 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::size_t kept_by_others() const CASTOR_REQUIRES(mutex_);
   [[nodiscard]] std::size_t needed_by_others() const CASTOR_REQUIRES(mutex_);
   [[nodiscard]] std::uint64_t departures() const CASTOR_REQUIRES(mutex_);
-  void announce_homes(const UpcomingModule& upcoming) CASTOR_REQUIRES(mutex_);
-  void all_home() CASTOR_REQUIRES(mutex_);
+  void announce_params(const UpcomingModule& upcoming) CASTOR_REQUIRES(mutex_);
+  void all_to_host() CASTOR_REQUIRES(mutex_);
   void begin_use(ModuleId module) CASTOR_REQUIRES(mutex_);
   void end_use(ModuleId module, Pass pass) CASTOR_REQUIRES(mutex_);
   void learn_from_step() CASTOR_REQUIRES(mutex_);

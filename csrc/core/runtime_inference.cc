@@ -46,8 +46,8 @@ void Runtime::change_mode(PassMode mode) {
 // No next round is looked forward to: what was read for it makes room for what comes instead.
 void Runtime::forget_round_ahead() {
   inference_.look_again();
-  if (HomeStore* const homes = manager_.homes(); homes != nullptr && inference_planned()) {
-    homes->announce({});
+  if (ParamStore* const store = manager_.store(); store != nullptr && inference_planned()) {
+    store->announce({});
   }
 }
 
@@ -119,8 +119,9 @@ void Runtime::prefetch_inference() {
             fetch_for_inference(chunk, used_at));
   });
   evictions_seen_ = manager_.counts().evictions;
-  announce_homes([this](std::size_t ahead)
-                     CASTOR_REQUIRES(mutex_) { return std::optional(inference_.upcoming(ahead)); });
+  announce_params([this](std::size_t ahead) CASTOR_REQUIRES(mutex_) {
+    return std::optional(inference_.upcoming(ahead));
+  });
 }
 
 bool Runtime::fetch_for_inference(ChunkId chunk, std::uint64_t used_at) {

@@ -77,7 +77,7 @@ void Runtime::place(const std::vector<bool>& candidates) {
   for (const ChunkId chunk : chosen.chunks) {
     leaves[index(chunk)] = false;
   }
-  all_home();  // slots that an evaluation left behind make room
+  all_to_host();  // slots that an evaluation left behind make room
   const TransferCounts before = manager_.counts();
   for (std::size_t i = 0; i < leaves.size(); ++i) {
     if (leaves[i]) {

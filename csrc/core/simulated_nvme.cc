@@ -21,8 +21,9 @@ void check(const StoredPayloads& stored, std::size_t num_chunks, double bytes_pe
   }
   require_of_simulation(bytes_per_second > 0.0 || (!any(stored.states) && !any(stored.weights)),
                         "payloads are stored on NVMe, and nvme_bytes_per_second is 0");
-  require_of_simulation(stored.max_held > 0 || !any(stored.weights),
-                        "parameters are stored on NVMe, and max_held is 0: none could be fetched");
+  require_of_simulation(
+      stored.max_leases > 0 || !any(stored.weights),
+      "parameters are stored on NVMe, and max_leases is 0: none could be fetched");
 }
 
 }  // namespace
@@ -34,7 +35,7 @@ SimulatedNvme::SimulatedNvme(const ChunkLayout& layout, std::span<const Placemen
       placements_(placements),
       optimizer_(optimizer),
       stored_(stored),
-      homes_(layout.chunks().size()),
+      params_(layout.chunks().size()),
       queue_(bytes_per_second) {
   check(stored, layout.chunks().size(), bytes_per_second);
 }
@@ -47,12 +48,12 @@ std::uint64_t SimulatedNvme::stored_bytes(ChunkId chunk) const {
 }
 
 double SimulatedNvme::read_ahead(ChunkId chunk, double now) {
-  Home& home = homes_[index(chunk)];
-  if (!home.in_memory) {
-    home.in_memory = true;
-    home.read = queue_.serve(now, weight_bytes(chunk));
+  StoredParams& params = params_[index(chunk)];
+  if (!params.in_memory) {
+    params.in_memory = true;
+    params.read = queue_.serve(now, weight_bytes(chunk));
   }
-  return home.read;
+  return params.read;
 }
 
 double SimulatedNvme::begin_fetch(ChunkId chunk, double now) {
@@ -60,27 +61,27 @@ double SimulatedNvme::begin_fetch(ChunkId chunk, double now) {
     return 0.0;
   }
   const double read = read_ahead(chunk, now);
-  homes_[index(chunk)].in_memory = false;
-  homes_[index(chunk)].held = true;
-  ++num_held_;
+  params_[index(chunk)].in_memory = false;
+  params_[index(chunk)].leased = true;
+  ++num_leased_;
   return read;
 }
 
 void SimulatedNvme::end_fetch(ChunkId chunk) {
-  if (std::exchange(homes_[index(chunk)].held, false)) {
-    --num_held_;
+  if (std::exchange(params_[index(chunk)].leased, false)) {
+    --num_leased_;
   }
 }
 
 bool SimulatedNvme::fetch_blocks(ChunkId chunk, CopyMode parameter_copies) const {
   return stores_weights(chunk) &&
-         (parameter_copies == CopyMode::kSynchronous || num_held_ >= stored_.max_held);
+         (parameter_copies == CopyMode::kSynchronous || num_leased_ >= stored_.max_leases);
 }
 
 std::vector<ChunkId> SimulatedNvme::announced(const Plan& plan, std::size_t first,
                                               const Residency& residency) const {
   return upcoming_chunks(
-      upcoming_modules(plan, first), layout_, stored_.max_held,
+      upcoming_modules(plan, first), layout_, stored_.max_leases,
       [&](ChunkId chunk) { return stores_weights(chunk) && !residency.resident(chunk); });
 }
 

@@ -23,7 +23,7 @@ class SimulatedNvme {
  public:
   /// Begins with nothing read. All arguments outlive this. Throws InvalidArgument where the entries
   /// are not those of the chunks, where something is stored and `bytes_per_second` is 0, or where
-  /// weights are stored and `max_held` is 0.
+  /// weights are stored and `max_leases` is 0.
   SimulatedNvme(const ChunkLayout& layout, std::span<const Placement> placements,
                 const OptimizerCost& optimizer, const StoredPayloads& stored,
                 double bytes_per_second);
@@ -42,7 +42,7 @@ class SimulatedNvme {
   /// does.
   [[nodiscard]] bool fetch_blocks(ChunkId chunk, CopyMode parameter_copies) const;
   /// Returns the chunks to read ahead, in order: those that the accesses from `first` on need next
-  /// and the device lacks. Decides as Runtime::announce_homes does.
+  /// and the device lacks. Decides as Runtime::announce_params does.
   [[nodiscard]] std::vector<ChunkId> announced(const Plan& plan, std::size_t first,
                                                const Residency& residency) const;
   /// Reads the chunk's parameters, unless they have been read since the last fetch; returns when
@@ -61,10 +61,10 @@ class SimulatedNvme {
   [[nodiscard]] double busy() const noexcept { return queue_.busy(); }
 
  private:
-  struct Home {
+  struct StoredParams {
     bool in_memory = false;  // read, and not fetched since
     double read = 0.0;       // when that read is over
-    bool held = false;       // a fetch is under way
+    bool leased = false;     // a fetch is under way
   };
 
   [[nodiscard]] bool has(const std::vector<bool>& stored, ChunkId chunk) const {
@@ -79,8 +79,8 @@ class SimulatedNvme {
   const std::span<const Placement> placements_;
   const OptimizerCost& optimizer_;
   const StoredPayloads& stored_;
-  std::vector<Home> homes_;
-  std::size_t num_held_ = 0;
+  std::vector<StoredParams> params_;
+  std::size_t num_leased_ = 0;
   ServiceQueue queue_;
 };
 

@@ -33,7 +33,7 @@ class Simulation final : private DryRun {
         nvme_(layout, placements, optimizer, stored, hardware.nvme_bytes_per_second) {}
 
   SimulatedStep run() {
-    take_homes();
+    await_params();
     if (optimizer_.overlap == Overlap::kForward) {
       order_updates();
     }
@@ -63,7 +63,7 @@ class Simulation final : private DryRun {
     return event_ == 0 ? 0 : std::min(nonmodel(event_ - 1), nonmodel(event_));
   }
 
-  void take_homes() {
+  void await_params() {
     fixed_device_bytes_ = hardware_.gradient_window_bytes;
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -102,9 +102,9 @@ class Simulation final : private DryRun {
   void fetched(ChunkId chunk) override {
     submit_updates_until(chunk);
     ChunkState& state = chunks_[index(chunk)];
-    const double at_home = std::max(state.updated, nvme_.begin_fetch(chunk, clock_));
+    const double ready = std::max(state.updated, nvme_.begin_fetch(chunk, clock_));
     state.arrives =
-        h2d_.serve(std::max(clock_, at_home), static_cast<double>(layout_.chunk(chunk).used_bytes));
+        h2d_.serve(std::max(clock_, ready), static_cast<double>(layout_.chunk(chunk).used_bytes));
     if (hardware_.parameter_copies == CopyMode::kSynchronous) {
       clock_ = state.arrives;
     }
@@ -124,12 +124,12 @@ class Simulation final : private DryRun {
       return;
     }
     const std::uint64_t bytes = layout_.chunk(chunk).used_bytes;
-    const double home = d2h_.serve(clock_, static_cast<double>(bytes));
+    const double arrived = d2h_.serve(clock_, static_cast<double>(bytes));
     // Into a window on NVMe the computing thread copies itself.
     if (hardware_.gradient_copies == CopyMode::kSynchronous || nvme_.stores_weights(chunk)) {
-      clock_ = home;
+      clock_ = arrived;
     }
-    nvme_.write_gradients(chunk, home);
+    nvme_.write_gradients(chunk, arrived);
     result_.d2h_bytes += bytes;
   }
 
@@ -189,8 +189,8 @@ class Simulation final : private DryRun {
     submit_updates();
     // Every chunk goes home: no copy outlives its target, and all gradients are there.
     clock_ = std::max({clock_, h2d_.free_at(), d2h_.free_at()});
-    const double home = clock_;
-    result_.passes_seconds = home;
+    const double arrived = clock_;
+    result_.passes_seconds = arrived;
     double device_seconds = 0.0;
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       const ChunkSpec& spec = layout_.chunks()[i];
@@ -203,7 +203,7 @@ class Simulation final : private DryRun {
                           hardware_.device_memory_bytes_per_second;
       } else if (norm_bytes > 0.0) {
         // What lies on NVMe is read ahead of this.
-        const double read = nvme_.read_gradients(ChunkId{static_cast<std::uint32_t>(i)}, home);
+        const double read = nvme_.read_gradients(ChunkId{static_cast<std::uint32_t>(i)}, arrived);
         clock_ = std::max(clock_, dram_.serve(read, norm_bytes));
       }
     }

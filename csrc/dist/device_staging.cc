@@ -4,7 +4,7 @@ namespace castor {
 
 std::span<std::byte> DeviceStaging::on_host(const Payload& payload) const noexcept {
   std::byte* const data = !staged(payload) ? payload.data()
-                          : payload.away() ? payload.home()
+                          : payload.away() ? payload.host_storage()
                                            : block_.data();
   return {data, payload.bytes()};
 }

@@ -20,8 +20,8 @@ constexpr std::size_t kWindowBytes = std::size_t{8} << 20;
 // Parts of it are whole elements, and begin where a cache line does. What goes from machine to
 // machine needs room beside it, and smaller pieces, of which several are on their way.
 std::size_t RankReduction::window_bytes(std::size_t largest, Collectives& ranks,
-                                        const SharedHomes* homes) {
-  const bool relayed = homes != nullptr && ranks.messages() != nullptr;
+                                        const SharedHostStorage* shared_storage) {
+  const bool relayed = shared_storage != nullptr && ranks.messages() != nullptr;
   const std::size_t most = relayed ? kWindowBytes / 2 : kWindowBytes;
   const std::size_t piece =
       align_up(std::clamp<std::size_t>(largest, 1, most), ranks.size() * kParamAlignment);
@@ -29,11 +29,12 @@ std::size_t RankReduction::window_bytes(std::size_t largest, Collectives& ranks,
 }
 
 void RankReduction::reduce(const Payload& gradients, ScalarType type) {
-  const bool shared = homes_ != nullptr && homes_->contains(gradients.home());
+  const bool shared =
+      shared_storage_ != nullptr && shared_storage_->contains(gradients.host_storage());
   const std::span<std::byte> all = staging_.on_host(gradients);
   staging_.bring(gradients, all);
   if (shared && ranks_.messages() != nullptr) {
-    GradientRelay(ranks_, all, homes_->common(gradients.home()), type, executor_,
+    GradientRelay(ranks_, all, shared_storage_->common(gradients.host_storage()), type, executor_,
                   {window_.data(), window_.bytes()}, figures_)
         .run();
   } else {
@@ -45,9 +46,10 @@ void RankReduction::reduce(const Payload& gradients, ScalarType type) {
   }
   meet(*ranks_.node());
   if (gradients.away()) {
-    std::memcpy(gradients.data(), homes_->common(gradients.home()), gradients.bytes());
+    std::memcpy(gradients.data(), shared_storage_->common(gradients.host_storage()),
+                gradients.bytes());
   } else {
-    homes_->forget({gradients.home(), gradients.bytes()});
+    shared_storage_->forget({gradients.host_storage(), gradients.bytes()});
   }
 }
 
@@ -63,8 +65,9 @@ void RankReduction::exchange(const Payload& gradients, std::span<std::byte> all,
     average(&executor_, own.data(), parts.data(), ranks_.size(), own.size() / size_of(type), type);
     if (shared) {
       // Every rank has sent what it has of this piece.
-      std::memcpy(homes_->common(gradients.home() + begin) + ranks_.rank() * own.size(), own.data(),
-                  own.size());
+      std::memcpy(
+          shared_storage_->common(gradients.host_storage() + begin) + ranks_.rank() * own.size(),
+          own.data(), own.size());
     } else {
       ranks_.all_gather(own, piece);
     }
@@ -74,25 +77,25 @@ void RankReduction::exchange(const Payload& gradients, std::span<std::byte> all,
 
 // A rank's part is in one piece, so what ranks exchange of a part in several windows is gathered
 // from all parts first, in one half of the window, and comes into the other.
-void RankReduction::reduce_part(std::span<const std::byte> gradients, std::span<std::byte> part,
-                                ScalarType type) {
+void RankReduction::reduce_scatter(std::span<const std::byte> gradients, std::span<std::byte> shard,
+                                   ScalarType type) {
   const std::size_t ranks = ranks_.size();
   const bool at_once = gradients.size() <= window_.bytes();
   const std::size_t step =
-      at_once ? part.size() : window_.bytes() / 2 / ranks / kParamAlignment * kParamAlignment;
-  for (std::size_t begin = 0; begin < part.size(); begin += step) {
-    const std::size_t bytes = std::min(step, part.size() - begin);
+      at_once ? shard.size() : window_.bytes() / 2 / ranks / kParamAlignment * kParamAlignment;
+  for (std::size_t begin = 0; begin < shard.size(); begin += step) {
+    const std::size_t bytes = std::min(step, shard.size() - begin);
     const std::span received(window_.data(), ranks * bytes);
     std::span<const std::byte> sent = gradients;
     if (!at_once) {
       std::byte* const gathered = window_.data() + ranks * step;
       for (std::size_t rank = 0; rank < ranks; ++rank) {
-        std::memcpy(gathered + rank * bytes, gradients.data() + rank * part.size() + begin, bytes);
+        std::memcpy(gathered + rank * bytes, gradients.data() + rank * shard.size() + begin, bytes);
       }
       sent = {gathered, ranks * bytes};
     }
     ranks_.all_to_all(sent, received);
-    average(&executor_, part.data() + begin, received.data(), ranks, bytes / size_of(type), type);
+    average(&executor_, shard.data() + begin, received.data(), ranks, bytes / size_of(type), type);
     figures_.add_bytes((ranks - 1) * bytes);
   }
 }

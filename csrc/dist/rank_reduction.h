@@ -12,7 +12,7 @@
 #include "core/scalar_type.h"
 #include "dist/device_staging.h"
 #include "dist/rank_figures.h"
-#include "host/shared_homes.h"
+#include "host/shared_host_storage.h"
 
 namespace castor {
 
@@ -26,39 +26,39 @@ namespace castor {
 ///   each adds its ranks' gradients. The mean comes back from the last (GradientRelay). So the
 ///   order is that of all ranks.
 /// - Elsewhere all ranks gather the shards, which sends twice as much; or each rank keeps its shard
-///   (reduce_part).
+///   (reduce_scatter).
 ///
 /// One window of memory is needed. Gradients in memory of a device that the host does not address
 /// pass through DeviceStaging. Used by one thread at a time.
 class RankReduction {
  public:
-  /// Takes `homes`, nullptr where ranks share no host storage; `window`, of window_bytes; and
-  /// `staging` for the gradients. All outlive this.
-  RankReduction(Collectives& ranks, const SharedHomes* homes, Executor& executor, Block window,
-                RankFigures& figures, DeviceStaging staging = {})
+  /// Takes `shared_storage`, nullptr where ranks share no host storage; `window`, of window_bytes;
+  /// and `staging` for the gradients. All outlive this.
+  RankReduction(Collectives& ranks, const SharedHostStorage* shared_storage, Executor& executor,
+                Block window, RankFigures& figures, DeviceStaging staging = {})
       : ranks_(ranks),
-        homes_(homes),
+        shared_storage_(shared_storage),
         executor_(executor),
         window_(std::move(window)),
         figures_(figures),
         staging_(std::move(staging)) {}
 
   /// Returns the bytes of the window for gradients of at most `largest` bytes at once, of these
-  /// ranks; `homes` as in the constructor.
+  /// ranks; `shared_storage` as in the constructor.
   [[nodiscard]] static std::size_t window_bytes(std::size_t largest, Collectives& ranks,
-                                                const SharedHomes* homes);
+                                                const SharedHostStorage* shared_storage);
 
   void reduce(const Payload& gradients, ScalarType type);
-  /// Writes the mean of this rank's shard alone into `part`, apart from `gradients`: a
+  /// Writes the mean of this rank's shard alone into `shard`, apart from `gradients`: a
   /// reduce-scatter, which sends (n-1)/n of the bytes.
-  void reduce_part(std::span<const std::byte> gradients, std::span<std::byte> part,
-                   ScalarType type);
+  void reduce_scatter(std::span<const std::byte> gradients, std::span<std::byte> shard,
+                      ScalarType type);
 
  private:
   void exchange(const Payload& gradients, std::span<std::byte> all, ScalarType type, bool shared);
 
   Collectives& ranks_;
-  const SharedHomes* const homes_;
+  const SharedHostStorage* const shared_storage_;
   Executor& executor_;
   Block window_;
   RankFigures& figures_;

@@ -9,12 +9,13 @@
 
 namespace castor {
 
-void share_bytes(const SharedHomes& homes, const Payload& weights, std::span<const std::byte> own) {
+void share_bytes(const SharedHostStorage& shared_storage, const Payload& weights,
+                 std::span<const std::byte> own) {
   if (weights.away()) {
-    std::memcpy(homes.common(weights.home()) + (own.data() - weights.data()), own.data(),
-                own.size());
+    std::memcpy(shared_storage.common(weights.host_storage()) + (own.data() - weights.data()),
+                own.data(), own.size());
   } else {
-    homes.publish(own);
+    shared_storage.publish(own);
   }
 }
 
@@ -22,8 +23,8 @@ std::byte* RankWeights::begin_update(const Payload& weights) {
   if (!shared(weights) || weights.away()) {
     return weights.data();
   }
-  share_bytes(*homes_, weights, part_of(weights));
-  return homes_->common(weights.home());
+  share_bytes(*shared_storage_, weights, shard_of(weights));
+  return shared_storage_->common(weights.host_storage());
 }
 
 void RankWeights::gather(std::span<const Payload* const> weights) {
@@ -31,22 +32,22 @@ void RankWeights::gather(std::span<const Payload* const> weights) {
   bool any_shared = false;
   for (const Payload* const one : weights) {
     if (!shared(*one)) {
-      gather_parts(*one);
+      gather_shards(*one);
       continue;
     }
     any_shared = true;
     if (one->away()) {
-      share_bytes(*homes_, *one, part_of(*one));
+      share_bytes(*shared_storage_, *one, shard_of(*one));
     }
   }
   if (any_shared) {
-    take_others_parts(weights);
+    take_remote_shards(weights);
   }
 }
 
-void RankWeights::gather_parts(const Payload& weights) {
+void RankWeights::gather_shards(const Payload& weights) {
   const std::span<std::byte> all = staging_.on_host(weights);
-  const std::span<std::byte> own = part_of(all);
+  const std::span<std::byte> own = shard_of(all);
   staging_.bring(weights, own);
   ranks_->all_gather(own, all);
   const auto before = static_cast<std::size_t>(own.data() - all.data());
@@ -56,23 +57,23 @@ void RankWeights::gather_parts(const Payload& weights) {
 }
 
 void RankWeights::settle(std::span<const Payload* const> weights) {
-  if (homes_ == nullptr) {
+  if (shared_storage_ == nullptr) {
     return;
   }
   for (const Payload* const one : weights) {
     if (shared(*one)) {
-      share_bytes(*homes_, *one, part_of(*one));
+      share_bytes(*shared_storage_, *one, shard_of(*one));
     }
   }
-  take_others_parts(weights);
+  take_remote_shards(weights);
 }
 
-void RankWeights::take_others_parts(std::span<const Payload* const> weights) {
+void RankWeights::take_remote_shards(std::span<const Payload* const> weights) {
   exchange_between_nodes(weights);
   meet(*ranks_->node());
   for (const Payload* const one : weights) {
     if (shared(*one)) {
-      take_others_parts(*one);
+      take_remote_shards(*one);
     }
   }
 }
@@ -86,26 +87,26 @@ void RankWeights::exchange_between_nodes(std::span<const Payload* const> weights
     if (!shared(*weights[i])) {
       continue;
     }
-    const std::size_t part = weights[i]->bytes() / ranks_->size();
-    std::byte* const common = homes_->common(weights[i]->home());
+    const std::size_t shard = weights[i]->bytes() / ranks_->size();
+    std::byte* const common = shared_storage_->common(weights[i]->host_storage());
     const auto tag = static_cast<std::uint32_t>(i);
     others.for_each([&](std::size_t node) {
-      pending.push_back(others.receive(node, tag, {common + others.rank_on(node) * part, part}));
-      pending.push_back(others.send(node, tag, {common + ranks_->rank() * part, part}));
-      figures_.add_crossed(part);
+      pending.push_back(others.receive(node, tag, {common + others.rank_on(node) * shard, shard}));
+      pending.push_back(others.send(node, tag, {common + ranks_->rank() * shard, shard}));
+      figures_.add_crossed(shard);
     });
   }
   others.wait_all(pending);
 }
 
 // Those in common memory are what they should be.
-void RankWeights::take_others_parts(const Payload& weights) const {
+void RankWeights::take_remote_shards(const Payload& weights) const {
   if (!weights.away()) {
-    homes_->forget({weights.home(), weights.bytes()});
+    shared_storage_->forget({weights.host_storage(), weights.bytes()});
     return;
   }
-  const std::byte* const common = homes_->common(weights.home());
-  const std::span<std::byte> own = part_of(weights);
+  const std::byte* const common = shared_storage_->common(weights.host_storage());
+  const std::span<std::byte> own = shard_of(weights);
   const auto before = static_cast<std::size_t>(own.data() - weights.data());
   const std::size_t after = before + own.size();
   std::memcpy(weights.data(), common, before);

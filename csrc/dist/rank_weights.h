@@ -9,13 +9,14 @@
 #include "core/payload.h"
 #include "dist/device_staging.h"
 #include "dist/rank_figures.h"
-#include "host/shared_homes.h"
+#include "host/shared_host_storage.h"
 
 namespace castor {
 
 /// Writes `own` to the memory that all ranks have in common. `own` is a range of weights whose host
 /// storage is shared; it lies where the payload is now, in host storage or resident on the device.
-void share_bytes(const SharedHomes& homes, const Payload& weights, std::span<const std::byte> own);
+void share_bytes(const SharedHostStorage& shared_storage, const Payload& weights,
+                 std::span<const std::byte> own);
 
 /// Gathers weights of which each rank has updated its shard (ShardMap).
 ///
@@ -32,11 +33,11 @@ void share_bytes(const SharedHomes& homes, const Payload& weights, std::span<con
 /// the same updates in the same order.
 class RankWeights {
  public:
-  /// Takes `ranks`, which are used for nothing else; `homes`, which outlives this and is nullptr
-  /// where ranks share no host storage; and `staging` for the weights.
-  RankWeights(std::shared_ptr<Collectives> ranks, const SharedHomes* homes,
+  /// Takes `ranks`, which are used for nothing else; `shared_storage`, which outlives this and is
+  /// nullptr where ranks share no host storage; and `staging` for the weights.
+  RankWeights(std::shared_ptr<Collectives> ranks, const SharedHostStorage* shared_storage,
               DeviceStaging staging = {})
-      : ranks_(std::move(ranks)), homes_(homes), staging_(std::move(staging)) {
+      : ranks_(std::move(ranks)), shared_storage_(shared_storage), staging_(std::move(staging)) {
     ranks_->set_place("brings together weights that an update, or a load, has changed");
   }
 
@@ -56,24 +57,24 @@ class RankWeights {
 
  private:
   [[nodiscard]] bool shared(const Payload& weights) const noexcept {
-    return homes_ != nullptr && homes_->contains(weights.home());
+    return shared_storage_ != nullptr && shared_storage_->contains(weights.host_storage());
   }
   /// Returns this rank's shard.
-  [[nodiscard]] std::span<std::byte> part_of(std::span<std::byte> weights) const {
-    const std::size_t part = weights.size() / ranks_->size();
-    return weights.subspan(ranks_->rank() * part, part);
+  [[nodiscard]] std::span<std::byte> shard_of(std::span<std::byte> weights) const {
+    const std::size_t shard = weights.size() / ranks_->size();
+    return weights.subspan(ranks_->rank() * shard, shard);
   }
-  [[nodiscard]] std::span<std::byte> part_of(const Payload& weights) const {
-    return part_of(std::span(weights.data(), weights.bytes()));
+  [[nodiscard]] std::span<std::byte> shard_of(const Payload& weights) const {
+    return shard_of(std::span(weights.data(), weights.bytes()));
   }
-  void gather_parts(const Payload& weights);
+  void gather_shards(const Payload& weights);
   // Of weights with shared host storage, for which all ranks give their shards.
-  void take_others_parts(std::span<const Payload* const> weights);
-  void take_others_parts(const Payload& weights) const;
+  void take_remote_shards(std::span<const Payload* const> weights);
+  void take_remote_shards(const Payload& weights) const;
   void exchange_between_nodes(std::span<const Payload* const> weights);
 
   const std::shared_ptr<Collectives> ranks_;
-  const SharedHomes* const homes_;
+  const SharedHostStorage* const shared_storage_;
   DeviceStaging staging_;
   RankFigures figures_;
 };

@@ -168,21 +168,21 @@ SharedFile share_file(Collectives& group, std::size_t node, std::size_t bytes) {
   return shared;
 }
 
-HomesOfRanks share_homes(Collectives& group, std::size_t node, std::size_t bytes) {
+NodeHostStorage share_host_storage(Collectives& group, std::size_t node, std::size_t bytes) {
   SharedFile shared = share_file(group, node, bytes);
   if (!shared.refusal.empty()) {
-    return {.homes = nullptr, .refusal = std::move(shared.refusal)};
+    return {.storage = nullptr, .refusal = std::move(shared.refusal)};
   }
-  HomesOfRanks result;
+  NodeHostStorage result;
   std::string refusal;
   try {
-    result.homes = std::make_unique<SharedHomes>(shared.file.get(), bytes);
+    result.storage = std::make_unique<SharedHostStorage>(shared.file.get(), bytes);
   } catch (const Error& error) {
     refusal = error.what();
   }
   result.refusal = any_refusal(group, refusal);
   if (!result.refusal.empty()) {
-    result.homes.reset();
+    result.storage.reset();
   }
   return result;
 }

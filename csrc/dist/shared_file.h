@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/collectives.h"
-#include "host/shared_homes.h"
+#include "host/shared_host_storage.h"
 #include "io/unique_fd.h"
 
 namespace castor {
@@ -35,13 +35,14 @@ struct SharedFile {
 [[nodiscard]] SharedFile share_file(Collectives& group, std::size_t node, std::size_t bytes);
 
 /// Host storage that all ranks of a machine map, or the reason why there is none.
-struct HomesOfRanks {
-  std::unique_ptr<SharedHomes> homes;  ///< nullptr: there is none
-  std::string refusal;                 ///< on every rank the same
+struct NodeHostStorage {
+  std::unique_ptr<SharedHostStorage> storage;  ///< nullptr: there is none
+  std::string refusal;                         ///< on every rank the same
 };
 
 /// Makes host storage that the ranks of each machine share, in a file of share_file().
-[[nodiscard]] HomesOfRanks share_homes(Collectives& group, std::size_t node, std::size_t bytes);
+[[nodiscard]] NodeHostStorage share_host_storage(Collectives& group, std::size_t node,
+                                                 std::size_t bytes);
 
 /// Returns the reason of the first rank that refuses something, "" where none does. `own` is this
 /// rank's reason.

@@ -146,7 +146,7 @@ bool ChunkStream::can_claim(std::span<const std::size_t> chunks) {
 }
 
 // Requires can_claim.
-void ChunkStream::claim(std::span<const std::size_t> chunks, std::vector<Hold>& holds) {
+void ChunkStream::claim(std::span<const std::size_t> chunks, std::vector<Pin>& pins) {
   const auto self = std::this_thread::get_id();
   std::vector<Slot*> slots;
   for (const std::size_t chunk : chunks) {
@@ -163,20 +163,20 @@ void ChunkStream::claim(std::span<const std::size_t> chunks, std::vector<Hold>& 
     }
     slots[i]->wanted = false;
     slots[i]->last_use = ++num_uses_;
-    holds.push_back({*this, *slots[i]});
+    pins.push_back({*this, *slots[i]});
   }
 }
 
-void ChunkStream::bring_in(std::span<const Hold> holds, MutexLock& lock) {
+void ChunkStream::bring_in(std::span<const Pin> pins, MutexLock& lock) {
   try {
-    for (const Hold& hold : holds) {
-      if (hold.slot_->coming) {
-        replace(*hold.slot_, *hold.slot_->coming, lock);
+    for (const Pin& pin : pins) {
+      if (pin.slot_->coming) {
+        replace(*pin.slot_, *pin.slot_->coming, lock);
       }
     }
   } catch (...) {
-    for (const Hold& hold : holds) {
-      hold.slot_->coming.reset();
+    for (const Pin& pin : pins) {
+      pin.slot_->coming.reset();
     }
     changed_.notify_all();
     throw;
@@ -223,9 +223,9 @@ void ChunkStream::throw_no_slots(std::span<const std::size_t> chunks) {
 
 // All of them or none: who waits holds nothing that others could wait for. Those who hold some
 // already go first, and what is in the window waits for nobody.
-std::vector<ChunkStream::Hold> ChunkStream::hold(std::span<const std::size_t> chunks) {
+std::vector<ChunkStream::Pin> ChunkStream::pin(std::span<const std::size_t> chunks) {
   check_process();
-  std::vector<Hold> holds;  // before the locks: where it fails, they go first
+  std::vector<Pin> pins;  // before the locks: where it fails, they go first
   std::unique_lock turn(turn_, std::defer_lock);
   MutexLock lock(mutex_);
   const auto self = std::this_thread::get_id();
@@ -240,16 +240,16 @@ std::vector<ChunkStream::Hold> ChunkStream::hold(std::span<const std::size_t> ch
   while (!can_claim(chunks)) {
     wait_for_slots(chunks, lock);
   }
-  claim(chunks, holds);
+  claim(chunks, pins);
   if (turn.owns_lock()) {
     turn.unlock();
   }
-  bring_in(holds, lock);
-  return holds;
+  bring_in(pins, lock);
+  return pins;
 }
 
-ChunkStream::Hold ChunkStream::hold(std::size_t chunk) {
-  return std::move(hold(std::span(&chunk, 1)).front());
+ChunkStream::Pin ChunkStream::pin(std::size_t chunk) {
+  return std::move(pin(std::span(&chunk, 1)).front());
 }
 
 void ChunkStream::release(Slot& slot, std::thread::id holder) {
@@ -268,18 +268,18 @@ void ChunkStream::release(Slot& slot, std::thread::id holder) {
   }
 }
 
-ChunkStream::Hold::~Hold() {
+ChunkStream::Pin::~Pin() {
   try {
     release();
   } catch (...) {  // NOLINT(bugprone-empty-catch): torn() tells of it
   }
 }
 
-std::span<const std::span<std::byte>> ChunkStream::Hold::payloads() const noexcept {
+std::span<const std::span<std::byte>> ChunkStream::Pin::payloads() const noexcept {
   return slot_->payloads;
 }
 
-void ChunkStream::Hold::wait(StreamAccess access) {
+void ChunkStream::Pin::wait(StreamAccess access) {
   MutexLock lock(stream_->mutex_);
   stream_->finish_read(*slot_, lock);
   if (access == StreamAccess::kRead) {
@@ -290,14 +290,14 @@ void ChunkStream::Hold::wait(StreamAccess access) {
   slot_->due = slot_->due || access == StreamAccess::kUpdate;
 }
 
-void ChunkStream::Hold::release() {
+void ChunkStream::Pin::release() {
   if (ChunkStream* const stream = std::exchange(stream_, nullptr)) {
     stream->release(*slot_, holder_);
   }
 }
 
 void ChunkStream::use(std::size_t chunk, StreamAccess access, const Work& work) {
-  Hold held = hold(chunk);
+  Pin held = pin(chunk);
   held.wait(access);
   work(held.payloads());
   held.release();

@@ -70,16 +70,16 @@ class ChunkStream {
 
   /// Pin that keeps a chunk in the window. Move-only. It counts as held by the thread that took it,
   /// and may end in any other thread.
-  class Hold {
+  class Pin {
    public:
-    Hold(Hold&& other) noexcept
+    Pin(Pin&& other) noexcept
         : stream_(std::exchange(other.stream_, nullptr)),
           slot_(other.slot_),
           holder_(other.holder_) {}
-    Hold& operator=(Hold&&) = delete;
-    Hold(const Hold&) = delete;
-    Hold& operator=(const Hold&) = delete;
-    ~Hold();
+    Pin& operator=(Pin&&) = delete;
+    Pin(const Pin&) = delete;
+    Pin& operator=(const Pin&) = delete;
+    ~Pin();
 
     /// Returns the memory of the payloads, valid once wait() has returned; each span is of
     /// StoredPayload::bytes().
@@ -93,7 +93,7 @@ class ChunkStream {
 
    private:
     friend class ChunkStream;
-    Hold(ChunkStream& stream, Slot& slot) noexcept : stream_(&stream), slot_(&slot) {}
+    Pin(ChunkStream& stream, Slot& slot) noexcept : stream_(&stream), slot_(&slot) {}
     ChunkStream* stream_;
     Slot* slot_;
     std::thread::id holder_ = std::this_thread::get_id();
@@ -101,11 +101,11 @@ class ChunkStream {
   /// Pins the chunk in the window, and starts to read it where it is not there. Waits while other
   /// threads hold every window buffer. Throws OutOfMemory where this thread holds them all, or
   /// where all threads that hold any wait here too.
-  [[nodiscard]] Hold hold(std::size_t chunk);
+  [[nodiscard]] Pin pin(std::size_t chunk);
   /// Pins several distinct chunks that are needed at the same time: all at once, so that a thread
   /// that waits holds none of them. Threads that pin them one after the other may have to wait for
   /// each other, which is OutOfMemory.
-  [[nodiscard]] std::vector<Hold> hold(std::span<const std::size_t> chunks);
+  [[nodiscard]] std::vector<Pin> pin(std::span<const std::size_t> chunks);
 
   /// Function that gets the payloads of a chunk in their order, each of StoredPayload::bytes().
   using Work = std::function<void(std::span<const std::span<std::byte>> payloads)>;
@@ -164,8 +164,8 @@ class ChunkStream {
   Slot* most_dispensable() CASTOR_REQUIRES(mutex_);
   bool present(std::span<const std::size_t> chunks) CASTOR_REQUIRES(mutex_);
   bool can_claim(std::span<const std::size_t> chunks) CASTOR_REQUIRES(mutex_);
-  void claim(std::span<const std::size_t> chunks, std::vector<Hold>& holds) CASTOR_REQUIRES(mutex_);
-  void bring_in(std::span<const Hold> holds, MutexLock& lock) CASTOR_REQUIRES(mutex_);
+  void claim(std::span<const std::size_t> chunks, std::vector<Pin>& pins) CASTOR_REQUIRES(mutex_);
+  void bring_in(std::span<const Pin> pins, MutexLock& lock) CASTOR_REQUIRES(mutex_);
   void wait_for_slots(std::span<const std::size_t> chunks, MutexLock& lock) CASTOR_REQUIRES(mutex_);
   [[noreturn]] void throw_no_slots(std::span<const std::size_t> chunks) CASTOR_REQUIRES(mutex_);
   void release(Slot& slot, std::thread::id holder);

@@ -200,7 +200,7 @@ NvmeFigures nvme_figures(const Session& session) {
   if (tier == nullptr) {
     return {};
   }
-  const ChunkStream* const weights = tier->stream(HostPlaces::kWeights);
+  const ChunkStream* const weights = tier->stream(StoragePlan::kWeights);
   return {.bytes = tier->used_bytes(),
           .weight_bytes = weights == nullptr ? 0 : weights->stored_bytes(),
           .moved = tier->counts(),
@@ -244,18 +244,20 @@ py::dict report(Session& session) {
   figures["ranks"] = alone ? 1 : ranks->size();
   figures["rank_link"] = alone ? "" : ranks->link();
   figures["zero_stage"] = session.zero_stage();
-  const CutHomes& cut = session.cut_homes();
-  figures["rank_shared_bytes"] = session.rank_homes().bytes();
-  figures["rank_shard_bytes"] = cut.part_bytes();
-  figures["rank_window_bytes"] = cut.window_bytes();
-  const GradientParts* const gradients = session.gradient_parts();
-  figures["rank_gradient_shard_bytes"] = gradients == nullptr ? 0 : gradients->part_bytes();
+  const ShardedHostStorage& sharded = session.sharded_host_storage();
+  figures["rank_shared_bytes"] = session.rank_host_storage().bytes();
+  figures["rank_shard_bytes"] = sharded.shard_bytes();
+  figures["rank_window_bytes"] = sharded.window_bytes();
+  const GradientShards* const gradients = session.gradient_shards();
+  figures["rank_gradient_shard_bytes"] = gradients == nullptr ? 0 : gradients->shard_bytes();
   figures["rank_gradient_copy_bytes"] = gradients == nullptr ? 0 : gradients->copy_bytes();
   figures["rank_gradient_copy_peak_bytes"] =
       gradients == nullptr ? 0 : gradients->peak_copy_bytes();
-  figures["rank_read_bytes"] = cut.parts() == nullptr ? 0 : cut.parts()->bytes_read();
+  figures["rank_read_bytes"] = sharded.shards() == nullptr ? 0 : sharded.shards()->bytes_read();
   figures["rank_sent_bytes"] =
-      alone ? 0 : ranks->bytes_sent() + (cut.parts() == nullptr ? 0 : cut.parts()->bytes_sent());
+      alone ? 0
+            : ranks->bytes_sent() +
+                  (sharded.shards() == nullptr ? 0 : sharded.shards()->bytes_sent());
   figures["rank_crossed_bytes"] = alone ? 0 : ranks->bytes_crossed();
   figures["rank_seconds"] = alone ? 0.0 : std::chrono::duration<double>(ranks->time()).count();
   return figures;
@@ -276,12 +278,12 @@ py::dict memory(Session& session) {
   return figures;
 }
 
-/// Where the step is: its moments so far, and the bytes now that are not the model's chunks.
-std::pair<std::size_t, std::uint64_t> moment(Session& session) {
-  const auto [moments, others] = without_gil([&] {
-    return std::pair(session.runtime().num_moments(), session.runtime().bytes_of_others());
+/// Where the step is: its events so far, and the bytes now that are not the model's chunks.
+std::pair<std::size_t, std::uint64_t> step_position(Session& session) {
+  const auto [events, others] = without_gil([&] {
+    return std::pair(session.runtime().num_events(), session.runtime().bytes_of_others());
   });
-  return {moments, session.nonmodel().bytes() + others};
+  return {events, session.nonmodel().bytes() + others};
 }
 
 std::optional<py::dict> prediction(Session& session) {
@@ -410,7 +412,7 @@ PYBIND11_MODULE(_C, m) {
           py::arg("what"), py::kw_only(), py::arg("runs_backward") = false)
       .def("set_loss_scale", &Session::set_loss_scale, released)
       .def("synchronise", &Session::synchronise)
-      .def("bring_together", &Session::bring_together, py::arg("optimizer"), released)
+      .def("reduce_gradients", &Session::reduce_gradients, py::arg("optimizer"), released)
       .def("gradient_marks",
            [](const Session& session) {
              const castor::GradientMarks marks = session.gradient_marks();
@@ -432,8 +434,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("weights"), py::arg("states"), released)
       .def("end_load", castor::with_run_load(&Session::end_load), py::kw_only(), py::arg("weights"),
            py::arg("states"), released)
-      .def("share_homes", &Session::share_homes, released)
-      .def_property_readonly("whole", py::cpp_function(&Session::whole, released))
+      .def("share_weights", &Session::share_weights, released)
+      .def_property_readonly("consistent", py::cpp_function(&Session::consistent, released))
       .def("stay_with_parent",
            [](const py::object& self) {
              self.inc_ref();  // its destructor would wait for threads
@@ -443,7 +445,7 @@ PYBIND11_MODULE(_C, m) {
       .def("weights_updated", &castor::weights_updated, py::arg("digests"))
       .def("finish_step", &Session::finish_step, released)
       .def("settle", py::overload_cast<>(&Session::settle), released)
-      .def("send_home", &Session::send_home, released)
+      .def("move_to_host", &Session::move_to_host, released)
       .def(
           "content_of",
           [](Session& self, std::uintptr_t storage) {
@@ -453,7 +455,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("steps", &Session::steps)
       .def("report", &castor::report)
       .def("memory", &castor::memory)
-      .def("moment", &castor::moment)
+      .def("step_position", &castor::step_position)
       .def_property_readonly("free_host_bytes",
                              [](Session& held) { return held.host().ledger().available(); })
       .def("prediction", &castor::prediction)

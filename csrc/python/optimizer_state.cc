@@ -88,7 +88,8 @@ void bind_optimizer_state(SessionClass& session) {
           },
           released)
       .def(
-          "home", [](Session& self, std::uint32_t param) { return self.home(id(param)); }, released)
+          "host_storage",
+          [](Session& self, std::uint32_t param) { return self.host_storage(id(param)); }, released)
       .def(
           "shown",
           [](Session& self, std::uint32_t param) {
@@ -102,9 +103,9 @@ void bind_optimizer_state(SessionClass& session) {
           },
           released)
       .def(
-          "weight_cut",
+          "weight_sharded",
           [](Session& self, std::uint32_t param) {
-            return self.optimizer_state().places().cut(self.layout().place(id(param)).chunk);
+            return self.optimizer_state().places().sharded(self.layout().place(id(param)).chunk);
           },
           released)
       .def(
@@ -190,8 +191,8 @@ void bind_saves(SessionClass& session) {
           "await_read",
           [](Session& self, std::uint32_t chunk) { self.reads().wait(ChunkId{chunk}); },
           py::arg("chunk"), released)
-      .def_property_readonly("reads_held",
-                             [](Session& self) { return self.chunk_copies().any_held(); })
+      .def_property_readonly("reads_awaited",
+                             [](Session& self) { return self.chunk_copies().any_awaited(); })
       .def("chunk_of",
            [](const Session& self, std::uint32_t param) {
              return static_cast<std::uint32_t>(index(self.layout().place(id(param)).chunk));

@@ -27,9 +27,9 @@
 #include "python/bindings.h"
 #include "python/names.h"
 #include "python/state_tensors.h"
-#include "torch/host_places.h"
 #include "torch/optimizer_state.h"
 #include "torch/step_recorder.h"
+#include "torch/storage_plan.h"
 
 namespace py = pybind11;
 
@@ -107,7 +107,7 @@ class Simulator {
   /// What a session keeps where, of the keys "host_bytes", "nvme_bytes" and "nvme_weight_bytes".
   [[nodiscard]] py::dict places(const py::dict& options) const {
     py::dict result;
-    report(host_places(placements(options), options), result);
+    report(storage_plan(placements(options), options), result);
     return result;
   }
 
@@ -144,14 +144,14 @@ class Simulator {
                              .policy = policy_of(options)};
     // What promoted chunks take is given back where it is needed: this is the least that does.
     const Prediction streamed = make_plan(trace, layout_, placements, plan_options).prediction();
-    const HostPlaces places = host_places(placements, options);
-    const Homes homes = promote(trace, &placements, &plan_options, optimizer, places.stored,
-                                get("margin_ratio").cast<double>());
+    const StoragePlan places = storage_plan(placements, options);
+    const Resident resident = make_resident(trace, &placements, &plan_options, optimizer,
+                                            places.stored, get("margin_ratio").cast<double>());
     const Plan plan = make_plan(trace, layout_, placements, plan_options);
     SimulatedStep step = simulate_step(trace, compute_seconds, layout_, placements, plan, hardware,
                                        optimizer, places.stored);
-    step.peak_device_bytes += homes.slot_slack_bytes;
-    py::dict result = figures(step, streamed, homes.num_resident);
+    step.peak_device_bytes += resident.slot_slack_bytes;
+    py::dict result = figures(step, streamed, resident.num_resident);
     report(places, result);
     return result;
   }
@@ -159,7 +159,7 @@ class Simulator {
  private:
   /// What promotions cost on the device beside the payloads, which the simulator counts. On the
   /// host nothing changes: the chunks' places there stay theirs.
-  struct Homes {
+  struct Resident {
     std::size_t num_resident = 0;
     std::uint64_t slot_slack_bytes = 0;  ///< the parameters take whole slots there
   };
@@ -175,25 +175,25 @@ class Simulator {
                          .offload_param_frac = options["offload_param_frac"].cast<double>()});
   }
 
-  [[nodiscard]] HostPlaces host_places(const std::vector<Placement>& placements,
-                                       const py::dict& options) const {
+  [[nodiscard]] StoragePlan storage_plan(const std::vector<Placement>& placements,
+                                         const py::dict& options) const {
     const bool has_nvme = options["nvme_bytes_per_second"].cast<double>() > 0.0;
-    return choose_host_places(
+    return plan_storage(
         layout_, placements,
         {.rule = rule_, .nvme = has_nvme ? std::optional(NvmeOptions{}) : std::nullopt},
         options["host_bytes"].cast<std::size_t>());
   }
 
-  static void report(const HostPlaces& places, py::dict& result) {
+  static void report(const StoragePlan& places, py::dict& result) {
     result["host_bytes"] = places.host_bytes;
     result["nvme_bytes"] = places.nvme_bytes();
-    result["nvme_weight_bytes"] = places.nvme[HostPlaces::kWeights].stored_bytes();
+    result["nvme_weight_bytes"] = places.nvme[StoragePlan::kWeights].stored_bytes();
   }
 
   /// Between steps, as Runtime::place does.
-  Homes promote(const Trace& trace, std::vector<Placement>* placements, PlanOptions* plan_options,
-                const OptimizerCost& optimizer, const StoredPayloads& stored,
-                double margin_ratio) const {
+  Resident make_resident(const Trace& trace, std::vector<Placement>* placements,
+                         PlanOptions* plan_options, const OptimizerCost& optimizer,
+                         const StoredPayloads& stored, double margin_ratio) const {
     std::vector<std::size_t> bytes;
     for (const ChunkSpec& chunk : layout_.chunks()) {
       bytes.push_back(payload_bytes(chunk, optimizer) + chunk.capacity_bytes - chunk.used_bytes);
@@ -205,14 +205,14 @@ class Simulator {
     const Promotions promotions =
         choose_promotions(trace, layout_, *placements, bytes, candidates,
                           {.plan = *plan_options, .margin_ratio = margin_ratio});
-    Homes homes{.num_resident = promotions.chunks.size()};
+    Resident resident{.num_resident = promotions.chunks.size()};
     for (const ChunkId chunk : promotions.chunks) {
       const ChunkSpec& spec = layout_.chunk(chunk);
       (*placements)[index(chunk)] = Placement::kDevice;
-      homes.slot_slack_bytes += spec.capacity_bytes - spec.used_bytes;
+      resident.slot_slack_bytes += spec.capacity_bytes - spec.used_bytes;
     }
     plan_options->fixed_device_bytes += promotions.bytes;
-    return homes;
+    return resident;
   }
 
   /// `ruled`: per parameter, whether the optimizer's rule updates it; empty: all. `in_fp32`:

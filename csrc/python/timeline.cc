@@ -57,7 +57,7 @@ std::optional<py::dict> timeline(Session& session) {
 }
 
 py::list chunks(Session& session) {
-  const StatePlaces& places = session.optimizer_state().places();
+  const StateStore& places = session.optimizer_state().places();
   const auto key_of = [&places](PayloadKind kind) {
     return py::str(std::string(places.name_of(kind)));
   };
@@ -76,9 +76,10 @@ py::list chunks(Session& session) {
             py::make_tuple(std::string(to_string(payload->tier())), payload->bytes());
       }
     }
-    if (places.cut(id)) {
-      payloads[key_of(PayloadKind::kParam)] = py::make_tuple(
-          std::string(to_string(TierKind::kHost)), session.cut_homes().parts()->part(id).size());
+    if (places.sharded(id)) {
+      payloads[key_of(PayloadKind::kParam)] =
+          py::make_tuple(std::string(to_string(TierKind::kHost)),
+                         session.sharded_host_storage().shards()->shard(id).size());
     }
     for (const auto& [kind, bytes] : places.stored_payloads(id)) {
       payloads[key_of(kind)] = py::make_tuple(std::string(to_string(TierKind::kNvme)), bytes);

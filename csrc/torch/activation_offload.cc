@@ -45,14 +45,14 @@ struct ActivationOffload::Moved {
   Moved(const Moved&) = delete;
   Moved& operator=(const Moved&) = delete;
 
-  [[nodiscard]] bool has_left() const { return home.data() != nullptr || !pages.empty(); }
+  [[nodiscard]] bool has_left() const { return host.data() != nullptr || !pages.empty(); }
 
   const std::shared_ptr<ActivationOffload> owner;
   const std::size_t bytes;
   c10::Storage device;  // null: not there
   // Whoever else holds it keeps it, and it need not come back.
   const c10::weak_intrusive_ptr<c10::StorageImpl> original;
-  Block home;                    // on the host
+  Block host;                    // on the host
   ActivationPages::Pages pages;  // or on NVMe; neither: it never left
   CopyTicket out = CopyTicket::kNone;
   CopyTicket in = CopyTicket::kNone;
@@ -166,7 +166,7 @@ void ActivationOffload::send(Pass& pass) {
       return;
     }
     try {
-      moved.home = home(moved.bytes);
+      moved.host = take_host_block(moved.bytes);
     } catch (const OutOfMemory& error) {
       if (error.tier() != TierKind::kHost || !pages_) {
         throw;
@@ -175,11 +175,11 @@ void ActivationOffload::send(Pass& pass) {
       return;
     }
     moved.out = session_->copies().submit({.source = bytes_of(moved.device),
-                                           .target = {moved.home.data(), moved.bytes},
+                                           .target = {moved.host.data(), moved.bytes},
                                            .direction = CopyDirection::kDeviceToHost,
                                            .behind = session_->device().stream(),
                                            .await_source = {}});
-    const MutexLock lock(homes_mutex_);
+    const MutexLock lock(host_blocks_mutex_);
     bytes_offloaded_ += moved.bytes;
   });
 }
@@ -210,7 +210,7 @@ void ActivationOffload::fetch(Moved& moved) {
     moved.device = storage;
     return;
   }
-  moved.in = session_->copies().submit({.source = {moved.home.data(), moved.bytes},
+  moved.in = session_->copies().submit({.source = {moved.host.data(), moved.bytes},
                                         .target = bytes_of(storage),
                                         .direction = CopyDirection::kHostToDevice,
                                         .behind = session_->current_stream(),
@@ -279,7 +279,7 @@ void ActivationOffload::write(Moved& moved) {
     throw;
   }
   moved.pages = std::move(*pages);
-  const MutexLock lock(homes_mutex_);
+  const MutexLock lock(host_blocks_mutex_);
   bytes_offloaded_ += moved.bytes;
 }
 
@@ -295,12 +295,12 @@ void ActivationOffload::read(Moved& moved, const c10::Storage& storage) {
   pages_->read(moved.pages, moved.bytes, take);
 }
 
-Block ActivationOffload::home(std::size_t bytes) {
+Block ActivationOffload::take_host_block(std::size_t bytes) {
   {
-    const MutexLock lock(homes_mutex_);
-    if (const auto free = free_homes_.find(bytes); free != free_homes_.end()) {
+    const MutexLock lock(host_blocks_mutex_);
+    if (const auto free = free_host_blocks_.find(bytes); free != free_host_blocks_.end()) {
       Block block = std::move(free->second);
-      free_homes_.erase(free);
+      free_host_blocks_.erase(free);
       return block;
     }
   }
@@ -314,11 +314,11 @@ Block ActivationOffload::home(std::size_t bytes) {
     return allocate();
   } catch (const OutOfMemory&) {
     std::multimap<std::size_t, Block> other_sizes;
-    const MutexLock lock(homes_mutex_);
-    if (free_homes_.empty()) {
+    const MutexLock lock(host_blocks_mutex_);
+    if (free_host_blocks_.empty()) {
       throw;
     }
-    other_sizes.swap(free_homes_);
+    other_sizes.swap(free_host_blocks_);
   }
   return allocate();
 }
@@ -331,9 +331,9 @@ void ActivationOffload::forget(Moved& moved) noexcept {
     } catch (...) {  // nobody needs the bytes any more
     }
   }
-  if (moved.home.data() != nullptr) {
-    const MutexLock lock(homes_mutex_);
-    free_homes_.emplace(moved.bytes, std::move(moved.home));
+  if (moved.host.data() != nullptr) {
+    const MutexLock lock(host_blocks_mutex_);
+    free_host_blocks_.emplace(moved.bytes, std::move(moved.host));
   }
   if (!moved.pages.empty()) {
     pages_->give_back(moved.pages);
@@ -341,9 +341,9 @@ void ActivationOffload::forget(Moved& moved) noexcept {
 }
 
 ActivationOffload::Figures ActivationOffload::figures() const {
-  const MutexLock lock(homes_mutex_);
+  const MutexLock lock(host_blocks_mutex_);
   Figures figures{.bytes_offloaded = bytes_offloaded_};
-  for (const auto& [bytes, home] : free_homes_) {
+  for (const auto& [bytes, host] : free_host_blocks_) {
     figures.ready_host_bytes += bytes;
   }
   figures.ready_nvme_bytes = pages_ ? pages_->free_bytes() : 0;

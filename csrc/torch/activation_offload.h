@@ -96,7 +96,7 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   void announce_next(const Pass& pass);
   void fetch_ahead(Pass& pass);
   void read(Moved& moved, const c10::Storage& storage);
-  [[nodiscard]] Block home(std::size_t bytes);
+  [[nodiscard]] Block take_host_block(std::size_t bytes);
   void write(Moved& moved);
   void forget(Moved& moved) noexcept;
 
@@ -108,10 +108,10 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   std::weak_ptr<Pass> latest_ CASTOR_GUARDED_BY(mutex_);
   std::weak_ptr<Pass> leaving_ CASTOR_GUARDED_BY(mutex_);
   std::weak_ptr<Pass> in_backward_ CASTOR_GUARDED_BY(mutex_);
-  mutable Mutex homes_mutex_;  // a leaf, taken where graphs are dropped
+  mutable Mutex host_blocks_mutex_;  // a leaf, taken where graphs are dropped
   // Free host buffers by their size in bytes: the next step needs the same sizes.
-  std::multimap<std::size_t, Block> free_homes_ CASTOR_GUARDED_BY(homes_mutex_);
-  std::uint64_t bytes_offloaded_ CASTOR_GUARDED_BY(homes_mutex_) = 0;
+  std::multimap<std::size_t, Block> free_host_blocks_ CASTOR_GUARDED_BY(host_blocks_mutex_);
+  std::uint64_t bytes_offloaded_ CASTOR_GUARDED_BY(host_blocks_mutex_) = 0;
 };
 
 }  // namespace castor

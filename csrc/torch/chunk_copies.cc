@@ -12,7 +12,7 @@
 namespace castor {
 
 ChunkCopies::ChunkCopies(const ChunkLayout& layout, const ShardMap& shards,
-                         const StatePlaces& places, Executor& executor, Ledger& host,
+                         const StateStore& places, Executor& executor, Ledger& host,
                          ChunkReads& reads)
     : layout_(layout),
       shards_(shards),
@@ -64,7 +64,7 @@ std::size_t ChunkCopies::begin(std::span<const ChunkId> chunks, bool states, std
   const std::size_t room = std::min(most, host_.available() / 2);
   std::size_t left = room;
   for (const ChunkId chunk : chunks) {
-    if (places_.stored_in_part(chunk) || places_.cut(chunk)) {
+    if (places_.partly_stored(chunk) || places_.sharded(chunk)) {
       continue;
     }
     const std::vector<Part> all = parts(chunk, states);
@@ -118,7 +118,7 @@ void ChunkCopies::finish_all() {
   }
 }
 
-bool ChunkCopies::any_held() const noexcept {
+bool ChunkCopies::any_awaited() const noexcept {
   for (std::size_t i = 0; i < copies_.size(); ++i) {
     if (!copies_[i].made() && reads_.reading(ChunkId{static_cast<std::uint32_t>(i)})) {
       return true;

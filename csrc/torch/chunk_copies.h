@@ -16,7 +16,7 @@
 #include "core/shard_map.h"
 #include "host/mmap_arena.h"
 #include "host/piecewise_copy.h"
-#include "torch/state_places.h"
+#include "torch/state_store.h"
 
 namespace castor {
 
@@ -30,7 +30,7 @@ class ChunkCopies {
  public:
   /// All arguments outlive this. `host` pays for the copies while they exist. `reads` knows the
   /// chunks that are being read; whoever writes such a chunk calls finish() through it first.
-  ChunkCopies(const ChunkLayout& layout, const ShardMap& shards, const StatePlaces& places,
+  ChunkCopies(const ChunkLayout& layout, const ShardMap& shards, const StateStore& places,
               Executor& executor, Ledger& host, ChunkReads& reads);
 
   /// Takes memory for copies of as many of the chunks as fit in `most` bytes, and in half of what
@@ -46,7 +46,7 @@ class ChunkCopies {
   /// chunks any more.
   void finish_all();
   /// Returns whether somebody may have to wait until the save has read a chunk.
-  [[nodiscard]] bool any_held() const noexcept;
+  [[nodiscard]] bool any_awaited() const noexcept;
   /// Returns whether the chunk is copied, or will be.
   [[nodiscard]] bool has(ChunkId chunk) const noexcept { return copies_[index(chunk)].made(); }
   /// Returns the elements of this rank's piece of the parameter, flat, as the snapshot has them.
@@ -76,7 +76,7 @@ class ChunkCopies {
 
   const ChunkLayout& layout_;
   const ShardMap& shards_;
-  const StatePlaces& places_;
+  const StateStore& places_;
   Executor& executor_;
   Ledger& host_;
   ChunkReads& reads_;

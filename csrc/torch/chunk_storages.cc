@@ -344,16 +344,16 @@ bool ChunkStorages::written_since_snapshot(ChunkId chunk) const noexcept {
   return writes_[index(chunk)]->since_snapshot();
 }
 
-void ChunkStorages::release_to_homes(const std::vector<std::shared_ptr<Payload>>& homes) {
+void ChunkStorages::release_to_host(const std::vector<std::shared_ptr<Payload>>& host_payloads) {
   for (std::size_t i = 0; i < storages_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
-    const std::shared_ptr<Payload>& home = homes[index(layout_.place(param).chunk)];
-    if (home->tier() == TierKind::kNvme) {
+    const std::shared_ptr<Payload>& host = host_payloads[index(layout_.place(param).chunk)];
+    if (host->tier() == TierKind::kNvme) {
       point(storages_[i], nullptr);
       continue;
     }
     storages_[i].unsafeGetStorageImpl()->set_data_ptr_noswap(
-        owning_pointer(home, device_, byte_offset(param)));
+        owning_pointer(host, device_, byte_offset(param)));
   }
 }
 

@@ -106,7 +106,7 @@ void allow(const c10::Storage& storage) noexcept;
 /// others, so that whoever saves or copies a tensor by its storage takes that parameter. Moving a
 /// chunk rebinds the storages of its parameters, and every alias follows: the Parameter, tied
 /// weights, a state_dict, views that autograd saved. While the runtime lives, storages borrow the
-/// memory they point at. release_to_homes() gives each its place in the payload of its chunk for
+/// memory they point at. release_to_host() gives each its place in the payload of its chunk for
 /// good.
 ///
 /// Owned by the session; guarded by the runtime's mutex once training runs.
@@ -118,7 +118,7 @@ class ChunkStorages final : public ParamBinder {
   /// Starts to see writes, whoever makes them: to the parameters, given in ParamId order, and to
   /// everything else that lies over their storages.
   void watch(std::span<const at::Tensor> params);
-  using WriteBack = std::function<void(ChunkId, const std::byte* home, const std::byte* slot)>;
+  using WriteBack = std::function<void(ChunkId, const std::byte* host, const std::byte* slot)>;
   /// Sets the function that is called before user writes on the device overwrite a chunk's host
   /// storage; see ParamBinder.
   void on_write_back(WriteBack callback) { on_write_back_ = std::move(callback); }
@@ -146,15 +146,15 @@ class ChunkStorages final : public ParamBinder {
   void copy_on_device(std::span<const std::byte> source, std::byte* target) override;
   void snapshot(ChunkId chunk) noexcept override;
   [[nodiscard]] bool written_since_snapshot(ChunkId chunk) const noexcept override;
-  void before_write_back(ChunkId chunk, const std::byte* home, const std::byte* slot) override {
+  void before_write_back(ChunkId chunk, const std::byte* host, const std::byte* slot) override {
     if (on_write_back_) {
-      on_write_back_(chunk, home, slot);
+      on_write_back_(chunk, host, slot);
     }
   }
 
-  /// Binds each storage to its place in `homes` and lets it own that memory; storages of payloads
-  /// on NVMe point nowhere. Called after the chunk manager is gone.
-  void release_to_homes(const std::vector<std::shared_ptr<Payload>>& homes);
+  /// Binds each storage to its place in `host_payloads` and lets it own that memory; storages of
+  /// payloads on NVMe point nowhere. Called after the chunk manager is gone.
+  void release_to_host(const std::vector<std::shared_ptr<Payload>>& host_payloads);
 
  private:
   [[nodiscard]] std::size_t byte_offset(ParamId param) const noexcept;

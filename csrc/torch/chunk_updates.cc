@@ -29,7 +29,7 @@ void for_each_rule(const UpdateRule& rule, std::span<UpdateSegment> segments,
 
 }  // namespace
 
-ChunkUpdates::ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StatePlaces& places,
+ChunkUpdates::ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StateStore& places,
                            Executor& executor, std::shared_ptr<const UpdateRule> rule,
                            ChunkReads& reads, RankWeights* ranks)
     : layout_(layout),
@@ -110,29 +110,29 @@ void ChunkUpdates::run(ChunkId chunk, std::span<const ParamUpdate> updates) {
     run_on_device(segments);
     return;
   }
-  places_.host_writes_home(chunk);
+  places_.await_host_storage_reads(chunk);
   places_.with_all(chunk, [&](const ChunkMemory& memory) {
     add_segments(updates, to_update(chunk, memory), segments);
     run_on_host(segments);
   });
-  bring_others_parts(std::span(&chunk, 1));
+  gather_shards(std::span(&chunk, 1));
 }
 
 ChunkMemory ChunkUpdates::to_update(ChunkId chunk, ChunkMemory memory) const {
-  if (ranks_ != nullptr && !places_.cut(chunk)) {
+  if (ranks_ != nullptr && !places_.sharded(chunk)) {
     memory[static_cast<std::size_t>(PayloadKind::kParam)] =
         ranks_->begin_update(places_.weights(chunk));
   }
   return memory;
 }
 
-void ChunkUpdates::bring_others_parts(std::span<const ChunkId> chunks) {
+void ChunkUpdates::gather_shards(std::span<const ChunkId> chunks) {
   if (ranks_ == nullptr) {
     return;
   }
   std::vector<const Payload*> weights;
   for (const ChunkId chunk : chunks) {
-    if (places_.cut(chunk)) {
+    if (places_.sharded(chunk)) {
       places_.end_update(chunk);
     } else {
       weights.push_back(&places_.weights(chunk));
@@ -152,7 +152,7 @@ void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
       continue;
     }
     updated.push_back(chunk);
-    if (places_.stored_in_part(chunk)) {
+    if (places_.partly_stored(chunk)) {
       on_nvme.push_back(chunk);
     }
   }
@@ -179,8 +179,8 @@ void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
       ++num_in_memory;
       continue;
     }
-    places_.host_writes_home(chunk);
-    if (!places_.stored_in_part(chunk)) {
+    places_.await_host_storage_reads(chunk);
+    if (!places_.partly_stored(chunk)) {
       add_segments(of_chunk, to_update(chunk, places_.in_place(chunk)), in_memory);
       ++num_in_memory;
       continue;
@@ -195,7 +195,7 @@ void ChunkUpdates::run_all(std::span<const std::vector<ParamUpdate>> updates,
     });
   }
   update_in_memory();
-  bring_others_parts(updated);
+  gather_shards(updated);
   places_.flush();
 }
 

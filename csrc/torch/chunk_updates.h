@@ -9,7 +9,7 @@
 #include "core/chunk_reads.h"
 #include "core/shard_map.h"
 #include "dist/rank_weights.h"
-#include "torch/state_places.h"
+#include "torch/state_store.h"
 
 namespace castor {
 
@@ -34,12 +34,12 @@ struct ParamUpdate {
 class ChunkUpdates {
  public:
   /// All arguments outlive this. `ranks`: nullptr for a process that is alone.
-  ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StatePlaces& places,
+  ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StateStore& places,
                Executor& executor, std::shared_ptr<const UpdateRule> rule, ChunkReads& reads,
                RankWeights* ranks);
 
   /// Returns whether other ranks run the same updates, and wait for each of them.
-  [[nodiscard]] bool together() const noexcept { return ranks_ != nullptr; }
+  [[nodiscard]] bool collective() const noexcept { return ranks_ != nullptr; }
   /// Returns the update rule. Throws UsageError where another optimizer updates the parameters.
   [[nodiscard]] const UpdateRule& rule() const;
   /// Sets what stochastic rounding depends on: the seed, and `streams[i]`, which tells parameter i
@@ -59,7 +59,7 @@ class ChunkUpdates {
   /// Brings in the other ranks' shards of the weights of a chunk on the device, and gives them this
   /// rank's. Shards are exchanged, by run() or gather(), in the same order of chunks on every rank,
   /// wherever the chunks are.
-  void gather(ChunkId chunk) { bring_others_parts(std::span(&chunk, 1)); }
+  void gather(ChunkId chunk) { gather_shards(std::span(&chunk, 1)); }
   /// Runs the updates of every chunk, one entry for each; all changes to NVMe are written on
   /// return. `num_begun` counts the chunks that have been changed, also where this throws.
   void run_all(std::span<const std::vector<ParamUpdate>> updates, std::size_t& num_begun);
@@ -71,11 +71,11 @@ class ChunkUpdates {
   void run_on_device(std::span<UpdateSegment> segments) const;
   /// Returns a chunk's memory with the weights where this rank updates its shard of them.
   [[nodiscard]] ChunkMemory to_update(ChunkId chunk, ChunkMemory memory) const;
-  void bring_others_parts(std::span<const ChunkId> chunks);
+  void gather_shards(std::span<const ChunkId> chunks);
 
   const ChunkLayout& layout_;
   const ShardMap& shards_;
-  StatePlaces& places_;
+  StateStore& places_;
   Executor& executor_;
   const std::shared_ptr<const UpdateRule> rule_;
   ChunkReads& reads_;

@@ -14,7 +14,7 @@
 
 #include "core/error.h"
 #include "optim/gradient.h"
-#include "torch/chunk_holds.h"
+#include "torch/chunk_pins.h"
 #include "torch/counting_allocator.h"
 #include "torch/step_hooks.h"
 #include "torch/uses.h"
@@ -55,20 +55,20 @@ bool in_graph(const Gradient& gradient, const at::Tensor& grad) {
 }  // namespace
 
 GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> params,
-                           StoredWeights* weights, GradientParts* parts, Executor& executor,
+                           StoredWeights* weights, GradientShards* shards, Executor& executor,
                            const SessionDevice& device, bool scaled,
-                           const std::shared_ptr<MemoryTier>& homes)
+                           const std::shared_ptr<MemoryTier>& shared_tier)
     : manager_(manager),
       layout_(manager.layout()),
       params_(params),
       weights_(weights),
-      parts_(parts),
+      shards_(shards),
       executor_(executor),
       device_(device),
       scaled_(scaled),
       gradients_(params.size()),
       accumulators_(params.size()),
-      in_parts_(layout_.chunks().size(), false),
+      in_several_passes_(layout_.chunks().size(), false),
       fresh_(layout_.chunks().size(), false) {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     gradients_[i].required = params_[i].leaf.requires_grad();
@@ -77,9 +77,9 @@ GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> p
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     const ChunkSpec& spec = layout_.chunk(chunk);
-    if (spec.trainable && !cut(chunk)) {
+    if (spec.trainable && !sharded(chunk)) {
       manager_.add_payload(chunk, PayloadKind::kGrad, spec.used_bytes, {},
-                           spec.updated_in_parts() ? homes : nullptr);
+                           spec.updated_in_shards() ? shared_tier : nullptr);
     }
   }
 }
@@ -108,12 +108,14 @@ void GradientSink::open(Runtime& runtime, TensorGate& gate,
   }
 }
 
-bool GradientSink::cut(ChunkId chunk) const { return parts_ != nullptr && parts_->cut(chunk); }
+bool GradientSink::sharded(ChunkId chunk) const {
+  return shards_ != nullptr && shards_->sharded(chunk);
+}
 
 c10::Storage GradientSink::make_storage(ParamId param) const {
   const ChunkId chunk = layout_.place(param).chunk;
-  if (cut(chunk)) {
-    return parts_->storage(param);
+  if (sharded(chunk)) {
+    return shards_->storage(param);
   }
   const auto& payload = manager_.payload(chunk, PayloadKind::kGrad);
   if (!payload) {
@@ -162,13 +164,13 @@ void GradientSink::leave_to_holders(ParamId param) {
   const bool held = uses_of(*gradient.view.unsafeGetTensorImpl()) > kOwnUses;
   const bool shared = storage_shared(param) || (held && lies_over(gradient.view, gradient.storage));
   // A gradient that ranks keep in shards has no memory here to copy: it stays the chunk's.
-  const bool copyable = !cut(layout_.place(param).chunk);
+  const bool copyable = !sharded(layout_.place(param).chunk);
   if ((!copyable || (!held && !shared)) && in_place(param)) {
     return;
   }
   const at::NoGradGuard no_grad;
   if (shared && copyable) {
-    part_storage(param);
+    separate_storage(param);
   }
   gradient.view = make_view(param);
   gate_->replace(group(layout_.place(param).chunk), gradient.position, gradient.view);
@@ -182,7 +184,7 @@ void GradientSink::leave_to_holders(ChunkId chunk) {
   }
 }
 
-void GradientSink::part_storage(ParamId param) {
+void GradientSink::separate_storage(ParamId param) {
   Gradient& gradient = gradients_[index(param)];
   const ChunkId chunk = layout_.place(param).chunk;
   gate_->pass(group(chunk));
@@ -192,7 +194,7 @@ void GradientSink::part_storage(ParamId param) {
   at::Tensor copy = now.clone(at::MemoryFormat::Preserve);
   const c10::Storage before = gradient.storage;
   gradient.storage =
-      cut(chunk)      ? (parts_->renew_storage(param), parts_->storage(param))
+      sharded(chunk)  ? (shards_->renew_storage(param), shards_->storage(param))
       : stored(chunk) ? (weights_->renew_gradient_storage(param), weights_->gradient_storage(param))
                       : make_storage(param);
   give_memory(before, std::move(copy));
@@ -200,8 +202,8 @@ void GradientSink::part_storage(ParamId param) {
 
 std::byte* GradientSink::data(ParamId param) const {
   const ParamPlace place = layout_.place(param);
-  std::byte* const all = cut(place.chunk)
-                             ? parts_->copy(place.chunk)
+  std::byte* const all = sharded(place.chunk)
+                             ? shards_->copy(place.chunk)
                              : manager_.payload(place.chunk, PayloadKind::kGrad)->data();
   return all + place.offset * size_of(layout_.param(param).type);
 }
@@ -245,14 +247,14 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
   }
   const at::NoGradGuard no_grad;
   const bool leaves_device = manager_.placement(chunk) != Placement::kDevice;
-  if (stored(chunk) || cut(chunk)) {
+  if (stored(chunk) || sharded(chunk)) {
     leave_to_holders(chunk);  // it is forgotten as one
   } else {
     leave_to_holders(param);
   }
   forget_stored(chunk);
-  if (cut(chunk)) {
-    parts_->take_copy(chunk, contents_of_copy(chunk));
+  if (sharded(chunk)) {
+    shards_->take_copy(chunk, contents_of_copy(chunk));
   }
   const bool kept = others_hold(grad);
   const std::uint64_t start_ns = runtime_->clock_ns();
@@ -318,10 +320,10 @@ std::optional<ChunkId> GradientSink::arrived(ParamId param, const at::Tensor& in
   const ChunkId chunk = layout_.place(param).chunk;
   fresh_[index(chunk)] = true;
   if (nested) {
-    in_parts_[index(chunk)] = true;
+    in_several_passes_[index(chunk)] = true;
   }
-  return runtime_->grad_ready(param, copy) && !in_parts(chunk) ? std::optional(chunk)
-                                                               : std::nullopt;
+  return runtime_->grad_ready(param, copy) && !in_several_passes(chunk) ? std::optional(chunk)
+                                                                        : std::nullopt;
 }
 
 void GradientSink::check_scale(ParamId param) const {
@@ -335,9 +337,9 @@ void GradientSink::check_scale(ParamId param) const {
   }
 }
 
-void GradientSink::expect_parts(std::span<const ChunkId> chunks) {
+void GradientSink::expect_several_passes(std::span<const ChunkId> chunks) {
   for (const ChunkId chunk : chunks) {
-    in_parts_[index(chunk)] = true;
+    in_several_passes_[index(chunk)] = true;
   }
 }
 
@@ -377,19 +379,19 @@ void GradientSink::make_present(ParamId param, double scale) {
 }
 
 // Nobody sees what the others have where there is no tensor over it.
-GradientParts::Contents GradientSink::contents_of_copy(ChunkId chunk) const {
-  return seen(chunk) ? GradientParts::Contents::kMean : GradientParts::Contents::kZeros;
+GradientShards::Contents GradientSink::contents_of_copy(ChunkId chunk) const {
+  return seen(chunk) ? GradientShards::Contents::kMean : GradientShards::Contents::kZeros;
 }
 
 void GradientSink::average(ChunkId chunk, const std::function<void()>& work) {
   leave_to_holders(chunk);  // all of it becomes the ranks'
-  const ChunkHolds held(*runtime_, device_, std::span(&chunk, 1));
+  const ChunkPins held(*runtime_, device_, std::span(&chunk, 1));
   device_.await();  // it may have written gradients where they are
   work();
   fresh_[index(chunk)] = false;
 }
 
-GradientSummary GradientSink::collect(bool with_norm, const Measure& measure_parts) {
+GradientSummary GradientSink::collect(bool with_norm, const Measure& measure_shards) {
   GradientSummary summary;
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
@@ -428,7 +430,7 @@ GradientSummary GradientSink::collect(bool with_norm, const Measure& measure_par
   }
   device_.await();  // it may have written gradients where they are
   if (with_norm) {
-    summary.squares = squares(measure_parts);
+    summary.squares = squares(measure_shards);
     summary.norm = std::sqrt(std::accumulate(summary.squares.begin(), summary.squares.end(), 0.0));
   }
   return summary;
@@ -485,17 +487,17 @@ void GradientSink::measure_stored(std::span<double> squares) const {
   });
 }
 
-std::vector<double> GradientSink::squares(const Measure& measure_parts) const {
+std::vector<double> GradientSink::squares(const Measure& measure_shards) const {
   std::vector<ChunkId> chunks;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     chunks.push_back(ChunkId{static_cast<std::uint32_t>(i)});
   }
-  const ChunkHolds held(*runtime_, device_, chunks);
+  const ChunkPins held(*runtime_, device_, chunks);
   std::vector<double> squares(params_.size(), 0.0);
   measure_on_device(squares);
   const auto on_host = [&](ParamId param) {
     const ChunkId chunk = layout_.place(param).chunk;
-    return present(param) && !stored(chunk) && !cut(chunk) && !device_.holds(manager_, chunk);
+    return present(param) && !stored(chunk) && !sharded(chunk) && !device_.holds(manager_, chunk);
   };
   const auto measure = [&](ParamId param, Executor* executor) {
     squares[index(param)] = square_norm(param, data(param), executor);
@@ -516,8 +518,8 @@ std::vector<double> GradientSink::squares(const Measure& measure_parts) const {
   if (weights_ != nullptr) {
     measure_stored(squares);
   }
-  if (parts_ != nullptr) {
-    measure_parts(squares);
+  if (shards_ != nullptr) {
+    measure_shards(squares);
   }
   return squares;
 }

@@ -15,7 +15,7 @@
 #include "core/runtime.h"
 #include "torch/chunk_storages.h"
 #include "torch/gradient_copies.h"
-#include "torch/gradient_parts.h"
+#include "torch/gradient_shards.h"
 #include "torch/param_gradient.h"
 #include "torch/session_device.h"
 #include "torch/step_events.h"
@@ -44,12 +44,13 @@ namespace castor {
 class GradientSink {
  public:
   /// Adds the gradient payloads of every trainable chunk to `manager`, except those that are
-  /// sharded in `parts` (nullptr: none are). On the host, chunks that ranks update in shards take
-  /// their payloads from `homes` (nullptr: the manager's tier). `params` are in ParamId order.
-  /// `scaled`: gradients may carry a loss scale. All arguments outlive this. Throws OutOfMemory.
+  /// sharded in `shards` (nullptr: none are). On the host, chunks that ranks update in shards take
+  /// their payloads from `shared_tier` (nullptr: the manager's tier). `params` are in ParamId
+  /// order. `scaled`: gradients may carry a loss scale. All arguments outlive this. Throws
+  /// OutOfMemory.
   GradientSink(ChunkManager& manager, std::span<const ParamHandle> params, StoredWeights* weights,
-               GradientParts* parts, Executor& executor, const SessionDevice& device, bool scaled,
-               const std::shared_ptr<MemoryTier>& homes = nullptr);
+               GradientShards* shards, Executor& executor, const SessionDevice& device, bool scaled,
+               const std::shared_ptr<MemoryTier>& shared_tier = nullptr);
   ~GradientSink();  // in the .cc file: Node is incomplete here
   GradientSink(const GradientSink&) = delete;
   GradientSink& operator=(const GradientSink&) = delete;
@@ -71,8 +72,10 @@ class GradientSink {
   [[nodiscard]] std::optional<ChunkId> arrived(ParamId param, const at::Tensor& incoming,
                                                bool nested);
   /// Notes that several passes of this step may bring gradients of these chunks.
-  void expect_parts(std::span<const ChunkId> chunks);
-  [[nodiscard]] bool in_parts(ChunkId chunk) const { return in_parts_[index(chunk)]; }
+  void expect_several_passes(std::span<const ChunkId> chunks);
+  [[nodiscard]] bool in_several_passes(ChunkId chunk) const {
+    return in_several_passes_[index(chunk)];
+  }
   /// Sets the scale of the loss that the coming backward passes differentiate (fp16); 1 without
   /// scaling.
   void set_loss_scale(double scale);
@@ -103,12 +106,12 @@ class GradientSink {
   /// Closes the step: every gradient is in its payload, also those that users assigned. Throws
   /// UsageError for gradients that were scaled differently, edited while scaled, or edited where
   /// ranks shard the model.
-  [[nodiscard]] GradientSummary collect(bool with_norm, const Measure& measure_parts);
+  [[nodiscard]] GradientSummary collect(bool with_norm, const Measure& measure_shards);
   /// Multiplies every gradient payload, in place, for optimizers that are no update rule of
   /// castor's.
   void scale(double factor);
   /// Begins the next step, whose gradients may come from now on.
-  void begin_step() { in_parts_.assign(in_parts_.size(), false); }
+  void begin_step() { in_several_passes_.assign(in_several_passes_.size(), false); }
 
   /// Returns whether the parameter required a gradient when it was taken over.
   [[nodiscard]] bool required(ParamId param) const { return gradients_[index(param)].required; }
@@ -130,7 +133,7 @@ class GradientSink {
   /// Returns whether there is any tensor over the chunk's gradients.
   [[nodiscard]] bool seen(ChunkId chunk) const;
   /// Returns the contents that a full copy of the chunk's sharded gradients has to begin with.
-  [[nodiscard]] GradientParts::Contents contents_of_copy(ChunkId chunk) const;
+  [[nodiscard]] GradientShards::Contents contents_of_copy(ChunkId chunk) const;
   /// Returns the storage of the parameter's gradient in its payload; an empty one where there is no
   /// payload.
   [[nodiscard]] const c10::Storage& storage(ParamId param) const {
@@ -144,14 +147,14 @@ class GradientSink {
  private:
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
   [[nodiscard]] bool stored(ChunkId chunk) const { return manager_.gradients_stored(chunk); }
-  [[nodiscard]] bool cut(ChunkId chunk) const;
+  [[nodiscard]] bool sharded(ChunkId chunk) const;
   [[nodiscard]] c10::Storage make_storage(ParamId param) const;
   [[nodiscard]] at::Tensor make_view(ParamId param) const;
   [[nodiscard]] bool in_place(ParamId param) const;
   [[nodiscard]] bool live(ParamId param) const;
   [[nodiscard]] bool storage_shared(ParamId param) const;
   void leave_to_holders(ParamId param);
-  void part_storage(ParamId param);
+  void separate_storage(ParamId param);
   void check_scale(ParamId param) const;
   /// Returns the address of the parameter's gradient. Requires that the gradient is in memory.
   [[nodiscard]] std::byte* data(ParamId param) const;
@@ -160,13 +163,13 @@ class GradientSink {
   [[nodiscard]] double square_norm(ParamId param, const std::byte* data, Executor* executor) const;
   void measure_on_device(std::span<double> squares) const;
   void measure_stored(std::span<double> squares) const;
-  [[nodiscard]] std::vector<double> squares(const Measure& measure_parts) const;
+  [[nodiscard]] std::vector<double> squares(const Measure& measure_shards) const;
 
   ChunkManager& manager_;
   const ChunkLayout& layout_;
   const std::span<const ParamHandle> params_;
   StoredWeights* const weights_;
-  GradientParts* const parts_;
+  GradientShards* const shards_;
   Executor& executor_;
   const SessionDevice& device_;
   const bool scaled_;
@@ -176,8 +179,8 @@ class GradientSink {
   std::vector<Gradient> gradients_;         // per parameter
   std::vector<ParamGeometry> geometries_;   // per parameter: geometry of its gradient
   std::vector<torch_versions::NodePointer> accumulators_;
-  std::vector<bool> in_parts_;  // per chunk
-  std::vector<bool> fresh_;     // per chunk: see GradientMarks
+  std::vector<bool> in_several_passes_;  // per chunk
+  std::vector<bool> fresh_;              // per chunk: see GradientMarks
   double loss_scale_ = 1.0;
   bool refuses_edits_ = false;
   std::atomic<std::uint64_t> bytes_moved_ = 0;

@@ -71,7 +71,7 @@ std::size_t numel_of(const at::Tensor& tensor) { return static_cast<std::size_t>
 
 }  // namespace
 
-OptimizerState::OptimizerState(ChunkManager& manager, const ShardMap& shards, StatePlaces& places,
+OptimizerState::OptimizerState(ChunkManager& manager, const ShardMap& shards, StateStore& places,
                                std::span<const ParamHandle> params, Executor& executor,
                                std::shared_ptr<const UpdateRule> rule, const ChunkCopies& copies,
                                RankStates* ranks)
@@ -131,23 +131,23 @@ void OptimizerState::adopt(ParamId param, const at::Tensor& values) {
   const at::Tensor& own = params_[index(param)].local;
   if (!has_master(param)) {
     const ParamGeometry geometry = geometry_of(own);
-    places_.with_home(param, [&](std::byte* home) {
-      at::from_blob(home, geometry.sizes, geometry.strides, castor::to_torch(type)).copy_(values);
+    places_.with_host_storage(param, [&](std::byte* host) {
+      at::from_blob(host, geometry.sizes, geometry.strides, castor::to_torch(type)).copy_(values);
     });
     return;
   }
-  const auto adopt_at = [&](const ChunkMemory& memory, std::byte* home) {
+  const auto adopt_at = [&](const ChunkMemory& memory, std::byte* host) {
     for_each_piece(in_order_of(own, values), [&](std::size_t begin, const at::Tensor& piece) {
       const at::Tensor exact = piece.to(at::kCPU, at::kFloat).contiguous();
       write_master(memory, param, begin, exact);
-      master_to_param(&executor_, home + begin * size_of(type), exact.const_data_ptr<float>(),
+      master_to_param(&executor_, host + begin * size_of(type), exact.const_data_ptr<float>(),
                       numel_of(piece), type);
     });
   };
-  places_.with_states(layout_.place(param).chunk, StreamAccess::kEdit,
-                      [&](const ChunkMemory& memory) {
-                        places_.with_home(param, [&](std::byte* home) { adopt_at(memory, home); });
-                      });
+  places_.with_states(
+      layout_.place(param).chunk, StreamAccess::kEdit, [&](const ChunkMemory& memory) {
+        places_.with_host_storage(param, [&](std::byte* host) { adopt_at(memory, host); });
+      });
 }
 
 bool OptimizerState::set_master(ParamId param, const at::Tensor& values) {
@@ -180,26 +180,26 @@ void OptimizerState::zero() {
   }
 }
 
-void OptimizerState::before_write_back(ChunkId chunk, const std::byte* home,
+void OptimizerState::before_write_back(ChunkId chunk, const std::byte* host,
                                        const std::byte* slot) {
   if (places_.kinds(chunk).empty() ||
       !rule_of_type(*rule_, layout_.chunk(chunk).type).splits_masters()) {
     return;
   }
   const std::size_t bytes = layout_.chunk(chunk).used_bytes;
-  std::vector<std::byte> home_copy;
+  std::vector<std::byte> host_copy;
   std::vector<std::byte> slot_copy;
   if (places_.device().computes_by_itself()) {  // one is its memory, and it may have written both
-    home_copy = places_.bytes_of_device(home, bytes);
+    host_copy = places_.bytes_of_device(host, bytes);
     slot_copy = places_.bytes_of_device(slot, bytes);
-    home = home_copy.data();
+    host = host_copy.data();
     slot = slot_copy.data();
   }
   places_.with_states(chunk, StreamAccess::kEdit, [&](const ChunkMemory& memory) {
     auto* const remainder = memory[static_cast<std::size_t>(kRemainderPayload)];
     const std::size_t first = shards_.first(chunk);
     forget_remainders(&executor_, reinterpret_cast<std::int16_t*>(remainder),
-                      reinterpret_cast<const std::uint16_t*>(home) + first,
+                      reinterpret_cast<const std::uint16_t*>(host) + first,
                       reinterpret_cast<const std::uint16_t*>(slot) + first, shards_.numel(chunk));
   });
 }

@@ -14,7 +14,7 @@
 #include "torch/chunk_storages.h"
 #include "torch/param_gradient.h"
 #include "torch/rank_states.h"
-#include "torch/state_places.h"
+#include "torch/state_store.h"
 
 namespace castor {
 
@@ -32,7 +32,7 @@ class OptimizerState {
  public:
   /// All arguments outlive this. `params` are in ParamId order. `ranks`: nullptr for a process that
   /// is alone.
-  OptimizerState(ChunkManager& manager, const ShardMap& shards, StatePlaces& places,
+  OptimizerState(ChunkManager& manager, const ShardMap& shards, StateStore& places,
                  std::span<const ParamHandle> params, Executor& executor,
                  std::shared_ptr<const UpdateRule> rule, const ChunkCopies& copies,
                  RankStates* ranks);
@@ -42,7 +42,7 @@ class OptimizerState {
     return rule_ ? rule_->format() : StateFormat::kFp32;
   }
   [[nodiscard]] StateFormat format(ParamId param) const;
-  [[nodiscard]] const StatePlaces& places() const noexcept { return places_; }
+  [[nodiscard]] const StateStore& places() const noexcept { return places_; }
   /// Returns the names of the rule's states, in the order of views() and read().
   [[nodiscard]] std::vector<std::string> names(ParamId param) const;
 
@@ -58,10 +58,10 @@ class OptimizerState {
   /// something touches them.
   void zero();
 
-  /// Takes up what user code has written into the chunk on the device: `home` is as the last update
+  /// Takes up what user code has written into the chunk on the device: `host` is as the last update
   /// left it, `slot` as it is now. Elements that changed become their own masters
   /// (docs/design/0012).
-  void before_write_back(ChunkId chunk, const std::byte* home, const std::byte* slot);
+  void before_write_back(ChunkId chunk, const std::byte* host, const std::byte* slot);
   /// Prepares for user code that is about to replace the parameter by `values`, of its shape:
   /// elements that will change become their own masters. No effect in kFp32, which sees the change
   /// by itself. Throws UsageError where operators may not change the parameter.
@@ -69,7 +69,7 @@ class OptimizerState {
 
   /// Returns the rule's states of a trainable parameter as views of its payloads. They have the
   /// parameter's shape, or (blocks, width), and are float32, bfloat16 or, for 8-bit codes, uint8.
-  /// Empty where StatePlaces::shown() is false.
+  /// Empty where StateStore::shown() is false.
   [[nodiscard]] std::vector<at::Tensor> views(ParamId param) const;
   /// Returns the fp32 master as a view of its payload. Returns nullopt where the master is kept
   /// otherwise, for fp32 parameters, which are their own master, and for frozen ones.
@@ -126,7 +126,7 @@ class OptimizerState {
   ChunkManager& manager_;
   const ChunkLayout& layout_;
   const ShardMap& shards_;
-  StatePlaces& places_;
+  StateStore& places_;
   std::span<const ParamHandle> params_;
   Executor& executor_;
   const std::shared_ptr<const UpdateRule> rule_;

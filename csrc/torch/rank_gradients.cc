@@ -33,20 +33,20 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
       meeting_(meeting),
       layout_(layout),
       gradients_(places.sink),
-      homes_(places.homes),
-      parts_(places.parts),
+      shared_storage_(places.storage),
+      gradient_shards_(places.gradient_shards),
       shards_(places.shards),
       executor_(executor),
       host_(host),
-      reduction_(
-          *ranks_, homes_, executor,
-          host.allocate(RankReduction::window_bytes(largest_gradients(layout), *ranks_, homes_),
-                        "gradients pass through it from rank to rank; raise host_memory"),
-          figures_, std::move(places.staging)),
+      reduction_(*ranks_, shared_storage_, executor,
+                 host.allocate(RankReduction::window_bytes(largest_gradients(layout), *ranks_,
+                                                           shared_storage_),
+                               "gradients pass through it from rank to rank; raise host_memory"),
+                 figures_, std::move(places.staging)),
       handed_(layout.chunks().size(), false),
       copies_(layout.chunks().size()) {
   ranks_->set_place("");  // beside a pass, at whose end ranks meet
-  if (homes_ == nullptr && parts_ == nullptr) {
+  if (shared_storage_ == nullptr && gradient_shards_ == nullptr) {
     return;
   }
   // Backward comes to modules last to first, and chunks hold them in their order.
@@ -63,10 +63,10 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
                                                      });
 }
 
-bool RankGradients::at_shared_home(ChunkId chunk) const {
+bool RankGradients::in_shared_host_storage(ChunkId chunk) const {
   const Payload* const payload = gradients_.payload(chunk);
-  return homes_ != nullptr && payload != nullptr && !payload->away() &&
-         homes_->contains(payload->home());
+  return shared_storage_ != nullptr && payload != nullptr && !payload->away() &&
+         shared_storage_->contains(payload->host_storage());
 }
 
 void RankGradients::arriving(ChunkId chunk, TensorGate& gate) {
@@ -82,14 +82,15 @@ void RankGradients::arriving(ChunkId chunk, TensorGate& gate) {
     progress = reductions_->wait_for_others(kPatience);
     patient_ = progress != Progress::kNone;
   }
-  if (!cut(chunk) && has_copy(chunk)) {
+  if (!sharded(chunk) && has_copy(chunk)) {
     return;
   }
   gate.pass(gradients_.group(chunk));  // the last update may still read what it will hide
   gradients_.leave_to_holders(chunk);
   take_copy(chunk);
-  if (!cut(chunk) && !gradients_.seen(chunk)) {
-    homes_->begin_copy({gradients_.payload(chunk)->home(), gradients_.payload(chunk)->bytes()});
+  if (!sharded(chunk) && !gradients_.seen(chunk)) {
+    shared_storage_->begin_copy(
+        {gradients_.payload(chunk)->host_storage(), gradients_.payload(chunk)->bytes()});
   }
 }
 
@@ -103,9 +104,10 @@ void RankGradients::forget_last_step(TensorGate& gate) {
     if (!copied(chunk) || gradients_.seen(chunk)) {
       continue;
     }
-    if (at_shared_home(chunk)) {
-      homes_->forget({gradients_.payload(chunk)->home(), gradients_.payload(chunk)->bytes()});
-    } else if (parts_->has_copy(chunk)) {
+    if (in_shared_host_storage(chunk)) {
+      shared_storage_->forget(
+          {gradients_.payload(chunk)->host_storage(), gradients_.payload(chunk)->bytes()});
+    } else if (gradient_shards_->has_copy(chunk)) {
       gate.pass(gradients_.group(chunk));  // the last update may still read it
     }
     drop_copy(chunk);
@@ -118,8 +120,8 @@ bool RankGradients::has_copy(ChunkId chunk) {
 }
 
 void RankGradients::take_copy(ChunkId chunk) {
-  if (cut(chunk)) {
-    parts_->take_copy(chunk, gradients_.contents_of_copy(chunk));
+  if (sharded(chunk)) {
+    gradient_shards_->take_copy(chunk, gradients_.contents_of_copy(chunk));
     return;
   }
   const MutexLock lock(mutex_);
@@ -131,7 +133,7 @@ void RankGradients::take_copy(ChunkId chunk) {
 
 Reservation RankGradients::pay_for_copy(ChunkId chunk) {
   return host_.ledger().reserve(
-      SharedHomes::size_of(layout_.chunk(chunk).used_bytes),
+      SharedHostStorage::size_of(layout_.chunk(chunk).used_bytes),
       "a rank has gradients of its own until all ranks have theirs; raise host_memory");
 }
 
@@ -143,7 +145,7 @@ void RankGradients::writing_all() {
     const auto& params = layout_.chunk(chunk).params;
     const bool any = std::any_of(params.begin(), params.end(),
                                  [this](ParamId param) { return gradients_.present(param); });
-    if (any && at_shared_home(chunk) && copies_[i].bytes() == 0) {
+    if (any && in_shared_host_storage(chunk) && copies_[i].bytes() == 0) {
       taken[i] = pay_for_copy(chunk);
     }
   }
@@ -155,8 +157,8 @@ void RankGradients::writing_all() {
 }
 
 void RankGradients::drop_copy(ChunkId chunk) {
-  if (cut(chunk)) {
-    parts_->drop_copy(chunk);
+  if (sharded(chunk)) {
+    gradient_shards_->drop_copy(chunk);
     return;
   }
   const MutexLock lock(mutex_);
@@ -227,10 +229,11 @@ void RankGradients::average(MeetingPoint point, TensorGate& gate,
 
 void RankGradients::reduce(ChunkId chunk) {
   const ScalarType type = layout_.chunk(chunk).type;
-  if (cut(chunk)) {
-    parts_->reduce(chunk, [&](std::span<const std::byte> copy, std::span<std::byte> part) {
-      reduction_.reduce_part(copy, part, type);
-    });
+  if (sharded(chunk)) {
+    gradient_shards_->reduce(chunk,
+                             [&](std::span<const std::byte> copy, std::span<std::byte> shard) {
+                               reduction_.reduce_scatter(copy, shard, type);
+                             });
     return;
   }
   reduction_.reduce(*gradients_.payload(chunk), type);
@@ -238,17 +241,17 @@ void RankGradients::reduce(ChunkId chunk) {
 }
 
 // Gradients that some parameters lack count as well, so that all ranks have the same pieces.
-void RankGradients::measure_parts(std::span<double> squares) {
+void RankGradients::measure_shards(std::span<double> squares) {
   const RankFigures::Timed timed(figures_);
   std::vector<std::size_t> params;
   std::vector<GradientPiece> pieces;
   std::size_t num_cuts = 0;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (!cut(chunk)) {
+    if (!sharded(chunk)) {
       continue;
     }
-    const std::byte* const part = parts_->part(chunk);
+    const std::byte* const shard = gradient_shards_->shard(chunk);
     for (const ParamId param : layout_.chunk(chunk).params) {
       const ParamSpec& spec = layout_.param(param);
       const Piece piece = shards_.piece(param);
@@ -256,7 +259,7 @@ void RankGradients::measure_parts(std::span<double> squares) {
                                                  : layout_.place(param).offset +
                                                        piece.first_element - shards_.first(chunk);
       params.push_back(index(param));
-      pieces.push_back({.data = part + begin * size_of(spec.type),
+      pieces.push_back({.data = shard + begin * size_of(spec.type),
                         .first_element = piece.first_element,
                         .numel = piece.numel,
                         .whole_numel = spec.numel,

@@ -17,7 +17,7 @@
 #include "dist/device_staging.h"
 #include "dist/rank_figures.h"
 #include "dist/rank_reduction.h"
-#include "torch/gradient_parts.h"
+#include "torch/gradient_shards.h"
 #include "torch/gradient_sink.h"
 #include "torch/tensor_gate.h"
 
@@ -31,7 +31,7 @@ namespace castor {
 /// then this rank has a full copy of its own, which the host's budget pays for. When a few chunks
 /// wait for slower ranks, backward waits as well, but not for long: then it may take more copies.
 ///
-/// The same holds if each rank keeps its shard of the mean (GradientParts).
+/// The same holds if each rank keeps its shard of the mean (GradientShards).
 ///
 /// Owned by the session; used by the one thread at a time that runs backward and step.
 class RankGradients {
@@ -39,10 +39,10 @@ class RankGradients {
   /// Places of the gradients.
   struct Places {
     GradientSink& sink;
-    const SharedHomes* homes;  ///< host storage that ranks share; nullptr: there is none
-    GradientParts* parts;      ///< sharded gradients; nullptr: there are none
-    const ShardMap& shards;    ///< map of those shards
-    DeviceStaging staging;     ///< staging buffers of gradients on a device
+    const SharedHostStorage* storage;  ///< host storage that ranks share; nullptr: there is none
+    GradientShards* gradient_shards;   ///< sharded gradients; nullptr: there are none
+    const ShardMap& shards;            ///< map of those shards
+    DeviceStaging staging;             ///< staging buffers of gradients on a device
   };
   /// Takes windows from `host`, and throws OutOfMemory. All arguments but `ranks` outlive this.
   RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& meeting, const ChunkLayout& layout,
@@ -57,7 +57,7 @@ class RankGradients {
   /// Prepares for somebody else who is about to write the chunk's gradients. Throws OutOfMemory.
   /// May be called from any thread.
   void writing(ChunkId chunk) {
-    if (at_shared_home(chunk)) {
+    if (in_shared_host_storage(chunk)) {
       take_copy(chunk);
     }
   }
@@ -66,7 +66,7 @@ class RankGradients {
   void writing_all();
   /// Returns whether this rank has a full copy of the chunk's gradients as soon as somebody writes
   /// them.
-  [[nodiscard]] bool at_shared_home(ChunkId chunk) const;
+  [[nodiscard]] bool in_shared_host_storage(ChunkId chunk) const;
   /// Notes that the pass under way brings no more gradients of the chunk, which has all of them.
   void completed(ChunkId chunk, TensorGate& gate);
   /// Returns when the chunk's gradients are not being reduced.
@@ -80,16 +80,20 @@ class RankGradients {
   }
   void end_step() noexcept { meeting_.end_step(); }
   /// Adds the squares of sharded gradients, at each parameter's place. Collective.
-  void measure_parts(std::span<double> squares);
+  void measure_shards(std::span<double> squares);
   /// Leaves the other ranks for good; see Collectives::leave. May be called from any thread.
   void leave() noexcept { ranks_->leave(); }
 
   [[nodiscard]] const RankFigures& figures() const noexcept { return figures_; }
 
  private:
-  [[nodiscard]] bool cut(ChunkId chunk) const { return parts_ != nullptr && parts_->cut(chunk); }
+  [[nodiscard]] bool sharded(ChunkId chunk) const {
+    return gradient_shards_ != nullptr && gradient_shards_->sharded(chunk);
+  }
   // Returns whether this rank has a full copy of the chunk's gradients until they are reduced.
-  [[nodiscard]] bool copied(ChunkId chunk) const { return cut(chunk) || at_shared_home(chunk); }
+  [[nodiscard]] bool copied(ChunkId chunk) const {
+    return sharded(chunk) || in_shared_host_storage(chunk);
+  }
   // Takes this rank's full copy of a chunk's gradients.
   void take_copy(ChunkId chunk);
   [[nodiscard]] bool has_copy(ChunkId chunk);  // in shared host storage; not for shards
@@ -104,8 +108,8 @@ class RankGradients {
   RankMeeting& meeting_;
   const ChunkLayout& layout_;
   GradientSink& gradients_;
-  const SharedHomes* const homes_;
-  GradientParts* const parts_;
+  const SharedHostStorage* const shared_storage_;
+  GradientShards* const gradient_shards_;
   const ShardMap& shards_;
   Executor& executor_;
   MemoryTier& host_;

@@ -15,9 +15,9 @@ constexpr std::size_t kWindowBytes = std::size_t{1} << 20;
 std::vector<std::byte> RankStates::read(ParamId param, PayloadKind kind) {
   const StateRequest request{.param = param, .kind = kind};
   meeting_.meet_to_read(request);
-  std::vector<std::byte> whole(places_.bytes(param, kind, layout_.param(param).numel));
-  gather(request, whole.data());
-  return whole;
+  std::vector<std::byte> full(places_.bytes(param, kind, layout_.param(param).numel));
+  gather(request, full.data());
+  return full;
 }
 
 void RankStates::serve() {
@@ -26,27 +26,27 @@ void RankStates::serve() {
   }
 }
 
-void RankStates::gather(const StateRequest& request, std::byte* whole) {
-  struct Part {
+void RankStates::gather(const StateRequest& request, std::byte* full) {
+  struct Shard {
     std::size_t begin = 0;
     std::size_t bytes = 0;
   };
-  std::vector<Part> parts;
+  std::vector<Shard> shards;
   std::size_t longest = 0;
   for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
     const Piece piece = shards_.piece(request.param, rank);
-    parts.push_back({.begin = places_.bytes(request.param, request.kind, piece.first_element),
-                     .bytes = places_.bytes(request.param, request.kind, piece.numel)});
-    longest = std::max(longest, parts.back().bytes);
+    shards.push_back({.begin = places_.bytes(request.param, request.kind, piece.first_element),
+                      .bytes = places_.bytes(request.param, request.kind, piece.numel)});
+    longest = std::max(longest, shards.back().bytes);
   }
   const std::size_t window = std::min(longest, kWindowBytes);
   std::vector<std::byte> sent(window);
   std::vector<std::byte> received(window * ranks_.size());
-  const auto of_round = [&](const Part& part, std::size_t begin) {
-    return part.bytes > begin ? std::min(part.bytes - begin, window) : 0;
+  const auto of_round = [&](const Shard& shard, std::size_t begin) {
+    return shard.bytes > begin ? std::min(shard.bytes - begin, window) : 0;
   };
   const auto exchange = [&](const ChunkMemory& memory) {
-    const Part& own = parts[ranks_.rank()];
+    const Shard& own = shards[ranks_.rank()];
     for (std::size_t begin = 0; begin < longest; begin += window) {
       if (const std::size_t bytes = of_round(own, begin)) {
         const std::size_t first = shards_.piece(request.param).first_element;
@@ -54,9 +54,9 @@ void RankStates::gather(const StateRequest& request, std::byte* whole) {
                     places_.element(memory, request.param, request.kind, first) + begin, bytes);
       }
       ranks_.all_gather(sent, received);
-      for (std::size_t rank = 0; rank < parts.size() && whole != nullptr; ++rank) {
-        std::copy_n(received.data() + rank * window, of_round(parts[rank], begin),
-                    whole + parts[rank].begin + begin);
+      for (std::size_t rank = 0; rank < shards.size() && full != nullptr; ++rank) {
+        std::copy_n(received.data() + rank * window, of_round(shards[rank], begin),
+                    full + shards[rank].begin + begin);
       }
     }
   };

@@ -44,7 +44,7 @@ void RunIntegrity::loaded(RunLoad load) {
   }
 }
 
-bool RunIntegrity::whole() const {
+bool RunIntegrity::consistent() const {
   const MutexLock lock(mutex_);
   return weights_lost_.empty() && states_lost_.empty();
 }

@@ -24,8 +24,8 @@ class RunIntegrity {
   void loading(RunLoad load);
   /// Records that a checkpoint's values have replaced all that `load` names.
   void loaded(RunLoad load);
-  [[nodiscard]] bool whole() const;
-  /// Throws UsageError unless whole().
+  [[nodiscard]] bool consistent() const;
+  /// Throws UsageError unless consistent().
   void check() const;
 
  private:

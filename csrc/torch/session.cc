@@ -9,7 +9,7 @@
 
 #include "core/error.h"
 #include "parallel/make_executor.h"
-#include "torch/chunk_holds.h"
+#include "torch/chunk_pins.h"
 #include "torch/gil.h"
 #include "torch/param_specs.h"
 #include "torch/session_nvme.h"
@@ -31,24 +31,26 @@ std::uint64_t monotonic_ns() {
                                         .count());
 }
 
-HomesPaid payer(const RankHomes& common, const CutHomes& cut) {
-  return common.weights().homes ? HomesPaid::kByRanks
-         : cut.stage() == 3     ? HomesPaid::kCut
-         : cut.stage() == 2     ? HomesPaid::kGradientsCut
-                                : HomesPaid::kByTheHost;
+HostStoragePayer payer(const RankHostStorage& common, const ShardedHostStorage& sharded) {
+  return common.weights().storage ? HostStoragePayer::kRankHostStorage
+         : sharded.stage() == 3   ? HostStoragePayer::kSharded
+         : sharded.stage() == 2   ? HostStoragePayer::kShardedGradients
+                                  : HostStoragePayer::kHostBudget;
 }
 
-std::size_t room_for_places(const MemoryTier& host, const RankHomes& common, const CutHomes& cut) {
+std::size_t room_for_places(const MemoryTier& host, const RankHostStorage& common,
+                            const ShardedHostStorage& sharded) {
   const std::size_t available = host.ledger().available();
-  return available - std::min(available, common.room_for_copies() + cut.room_for_copies());
+  return available - std::min(available, common.room_for_copies() + sharded.room_for_copies());
 }
 
 /// nullptr: none.
-std::unique_ptr<GradientParts> make_gradient_parts(const ChunkLayout& layout, const CutHomes& cut,
-                                                   MemoryTier& host, c10::Device device) {
-  return cut.parts() == nullptr
+std::unique_ptr<GradientShards> make_gradient_shards(const ChunkLayout& layout,
+                                                     const ShardedHostStorage& sharded,
+                                                     MemoryTier& host, c10::Device device) {
+  return sharded.shards() == nullptr
              ? nullptr
-             : std::make_unique<GradientParts>(layout, *cut.parts(), host, device);
+             : std::make_unique<GradientShards>(layout, *sharded.shards(), host, device);
 }
 
 void share_with_children(const ChunkManager& manager, std::size_t num_chunks) {
@@ -114,13 +116,15 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       nvme_ledger_(nvme_ledger(options, budget_place_.owner())),
       nonmodel_(own_device_.computes_by_itself() ? budgets_->tensors_of_torch()
                                                  : std::make_shared<NonModelMemory>(device_)),
-      rank_homes_(layout_, placements, options, *host_),
+      rank_host_storage_(layout_, placements, options, *host_),
       executor_(make_executor(options.num_threads)),
-      cut_homes_(make_cut_homes(layout_, placements, options, rank_homes_, *host_, *executor_)),
-      gradient_parts_(make_gradient_parts(layout_, cut_homes_, *host_, own_device_.torch_device())),
-      places_(choose_host_places(layout_, placements, options.state,
-                                 room_for_places(*host_, rank_homes_, cut_homes_),
-                                 payer(rank_homes_, cut_homes_))),
+      sharded_host_storage_(make_sharded_host_storage(layout_, placements, options,
+                                                      rank_host_storage_, *host_, *executor_)),
+      gradient_shards_(
+          make_gradient_shards(layout_, sharded_host_storage_, *host_, own_device_.torch_device())),
+      places_(plan_storage(layout_, placements, options.state,
+                           room_for_places(*host_, rank_host_storage_, sharded_host_storage_),
+                           payer(rank_host_storage_, sharded_host_storage_))),
       nvme_(make_nvme(places_, options, *host_, *executor_, nvme_ledger_.get(),
                       budget_place_.number(), nvme_taken_)),
       copy_engine_(options.backend->make_copy_engine()),
@@ -128,42 +132,43 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       weights_(make_weights()),
       manager_(std::make_unique<ChunkManager>(layout_, std::move(placements), device_, host_,
                                               *copy_engine_, *storages_, weights_.get(),
-                                              rank_homes_.weights().tier)),
+                                              rank_host_storage_.weights().tier)),
       reads_(layout_.chunks().size(),
              [this](ChunkId chunk) { return chunk_copies_->finish(chunk); }) {
   for (at::Tensor& param : params) {
     params_.push_back({.leaf = param, .local = std::move(param)});
   }
   gradients_ = std::make_unique<GradientSink>(
-      *manager_, params_, weights_.get(), gradient_parts_.get(), *executor_, own_device_,
-      options.precision == ScalarType::kFloat16, rank_homes_.gradients().tier);
-  state_places_ = std::make_unique<StatePlaces>(
+      *manager_, params_, weights_.get(), gradient_shards_.get(), *executor_, own_device_,
+      options.precision == ScalarType::kFloat16, rank_host_storage_.gradients().tier);
+  state_store_ = std::make_unique<StateStore>(
       *manager_, shards_, options.state.rule, places_.stored.states,
-      stream_of(nvme_, HostPlaces::kStates), weights_.get(), rank_homes_.weights().homes.get(),
-      cut_homes_.parts(), gradient_parts_.get(), own_device_);
+      stream_of(nvme_, StoragePlan::kStates), weights_.get(),
+      rank_host_storage_.weights().storage.get(), sharded_host_storage_.shards(),
+      gradient_shards_.get(), own_device_);
   if (options.ranks) {
     check_ranks();
     ranks_ = std::make_unique<SessionRanks>(*options.ranks, *manager_, shards_, *gradients_,
-                                            gradient_parts_.get(), *state_places_, rank_homes_,
-                                            *copy_engine_, *executor_);
+                                            gradient_shards_.get(), *state_store_,
+                                            rank_host_storage_, *copy_engine_, *executor_);
     integrity_.when_broken([this] {
       ranks_->leave();
-      if (cut_homes_.parts() != nullptr) {
-        cut_homes_.parts()->leave();
+      if (sharded_host_storage_.shards() != nullptr) {
+        sharded_host_storage_.shards()->leave();
       }
     });
   }
-  chunk_copies_ = std::make_unique<ChunkCopies>(layout_, shards_, *state_places_, *executor_,
+  chunk_copies_ = std::make_unique<ChunkCopies>(layout_, shards_, *state_store_, *executor_,
                                                 host_->ledger(), reads_);
   optimizer_state_ = std::make_unique<OptimizerState>(
-      *manager_, shards_, *state_places_, params_, *executor_, options.state.rule, *chunk_copies_,
+      *manager_, shards_, *state_store_, params_, *executor_, options.state.rule, *chunk_copies_,
       ranks_ ? &ranks_->states() : nullptr);
-  chunk_updates_ = std::make_unique<ChunkUpdates>(layout_, shards_, *state_places_, *executor_,
+  chunk_updates_ = std::make_unique<ChunkUpdates>(layout_, shards_, *state_store_, *executor_,
                                                   options.state.rule, reads_,
                                                   ranks_ ? &ranks_->weights() : nullptr);
-  storages_->on_write_back([this](ChunkId chunk, const std::byte* home, const std::byte* slot) {
+  storages_->on_write_back([this](ChunkId chunk, const std::byte* host, const std::byte* slot) {
     const auto scope = own_device_.run_on_stream();  // an eviction may come from any thread
-    optimizer_state_->before_write_back(chunk, home, slot);
+    optimizer_state_->before_write_back(chunk, host, slot);
   });
   if (copy_engine_->asynchronous()) {
     gradients_->copy_beside_backward(*copy_engine_, *nonmodel_);
@@ -189,12 +194,13 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
 }
 
 std::unique_ptr<StoredWeights> Session::make_weights() {
-  if (ChunkStream* const stream = cut_homes_.stream()) {
+  if (ChunkStream* const stream = sharded_host_storage_.stream()) {
     return std::make_unique<StoredWeights>(
-        layout_, StoredWeights::on_ranks(cut_homes_.cut(), CutHomes::kMaxHeld), *storages_, *stream,
-        own_device_);
+        layout_,
+        StoredWeights::on_ranks(sharded_host_storage_.sharded(), ShardedHostStorage::kMaxLeases),
+        *storages_, *stream, own_device_);
   }
-  ChunkStream* const stream = stream_of(nvme_, HostPlaces::kWeights);
+  ChunkStream* const stream = stream_of(nvme_, StoragePlan::kWeights);
   return stream == nullptr
              ? nullptr
              : std::make_unique<StoredWeights>(
@@ -203,17 +209,17 @@ std::unique_ptr<StoredWeights> Session::make_weights() {
 }
 
 std::size_t Session::zero_stage() const noexcept {
-  if (!ranks_ || !rank_homes_.weights().homes) {
-    return !ranks_ ? 0 : std::max<std::size_t>(cut_homes_.stage(), 1);
+  if (!ranks_ || !rank_host_storage_.weights().storage) {
+    return !ranks_ ? 0 : std::max<std::size_t>(sharded_host_storage_.stage(), 1);
   }
-  const bool once = rank_homes_.nodes() == 1 &&
+  const bool once = rank_host_storage_.nodes() == 1 &&
                     std::all_of(layout_.chunks().begin(), layout_.chunks().end(),
-                                [](const ChunkSpec& chunk) { return chunk.updated_in_parts(); });
+                                [](const ChunkSpec& chunk) { return chunk.updated_in_shards(); });
   return once ? 3 : 1;
 }
 
 void Session::check_ranks() const {
-  if (stream_of(nvme_, HostPlaces::kWeights) != nullptr) {
+  if (stream_of(nvme_, StoragePlan::kWeights) != nullptr) {
     throw UsageError(
         "host_memory has no room for the parameters, and parameters on NVMe are not "
         "trained by several ranks yet: raise host_memory, or train with one process");
@@ -221,14 +227,15 @@ void Session::check_ranks() const {
 }
 
 ChunkStream* Session::activation_stream() const noexcept {
-  return stream_of(nvme_, HostPlaces::kActivations);
+  return stream_of(nvme_, StoragePlan::kActivations);
 }
 
 bool Session::synchronise(bool on) { return !ranks_ || ranks_->gradients().synchronise(on); }
 
 Session::~Session() {
-  if (cut_homes_.parts() != nullptr) {
-    cut_homes_.parts()->end_reads();  // else ranks that have failed may wait here for each other
+  if (sharded_host_storage_.shards() != nullptr) {
+    sharded_host_storage_.shards()
+        ->end_reads();  // else ranks that have failed may wait here for each other
   }
   reads_.end_all();  // else an update may wait for who has gone
   if (update_queue_) {
@@ -240,15 +247,17 @@ Session::~Session() {
   gradients_.reset();
   passes_.reset();
   runtime_.reset();
-  std::vector<std::shared_ptr<Payload>> homes;
+  std::vector<std::shared_ptr<Payload>> host_payloads;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    homes.push_back(manager_->payload(ChunkId{static_cast<std::uint32_t>(i)}, PayloadKind::kParam));
+    host_payloads.push_back(
+        manager_->payload(ChunkId{static_cast<std::uint32_t>(i)}, PayloadKind::kParam));
   }
-  own_device_.leave(homes);  // before payloads go that a promotion has read, and after the last
-  manager_.reset();          // slots have gone home
+  own_device_.leave(
+      host_payloads);  // before payloads go that a promotion has read, and after the last
+  manager_.reset();    // slots have gone home
   weights_.reset();
-  own_device_.leave(homes);
-  storages_->release_to_homes(homes);
+  own_device_.leave(host_payloads);
+  storages_->release_to_host(host_payloads);
   // What tensors keep of it is theirs: the other models have its room.
   host_->ledger().leave();
   if (!own_device_.computes_by_itself()) {
@@ -287,13 +296,13 @@ std::vector<std::size_t> Session::adopt_parameters(std::span<const ParamId> valu
       locals.push_back(own);
       continue;
     }
-    const at::Tensor home =
+    const at::Tensor host =
         tensor_over(storages_->storage(param), to_torch(layout_.param(param).type), /*offset=*/0,
                     geometry_of(params_[i].local));
     if (has_values[i]) {
       optimizer_state_->adopt(param, params_[i].local);
     }
-    params_[i].local.set_data(home);
+    params_[i].local.set_data(host);
     locals.push_back(params_[i].local);
   }
   storages_->watch(locals);
@@ -313,7 +322,7 @@ void Session::watch_tensors(Overlap overlap, std::span<const std::size_t> others
       Updater::Parts{.layout = layout_,
                      .params = params_,
                      .updates = *chunk_updates_,
-                     .places = *state_places_,
+                     .places = *state_store_,
                      .gradients = *gradients_,
                      .runtime = *runtime_,
                      .gate = *gate_,
@@ -333,8 +342,8 @@ void Session::watch_tensors(Overlap overlap, std::span<const std::size_t> others
   if (weights_) {
     weights_->forbid_addresses();
   }
-  if (gradient_parts_) {
-    gradient_parts_->forbid_addresses();
+  if (gradient_shards_) {
+    gradient_shards_->forbid_addresses();
   }
 }
 
@@ -351,10 +360,11 @@ void Session::guard_weights() {
     if (const auto of_weights = guard(stored(chunk)); of_weights != TensorGate::Guard::kNone) {
       gate_->guard(i, of_weights);
     }
-    if (const auto of_gradients = guard(manager_->gradients_stored(chunk) || cut_gradients(chunk));
+    if (const auto of_gradients =
+            guard(manager_->gradients_stored(chunk) || sharded_gradients(chunk));
         of_gradients != TensorGate::Guard::kNone) {
       gate_->guard(gradients_->group(chunk), of_gradients);
-    } else if (ranks_ && ranks_->gradients().at_shared_home(chunk)) {
+    } else if (ranks_ && ranks_->gradients().in_shared_host_storage(chunk)) {
       gate_->guard(gradients_->group(chunk), TensorGate::Guard::kHeld);  // writes make copies
     }
   }
@@ -444,7 +454,7 @@ Session::Turn::~Turn() {
 
 void Session::take_over(const Passes::Joined& joined) {
   if (joined.left_behind) {
-    runtime_->send_home();  // and what it left entered is entered no more
+    runtime_->move_to_host();  // and what it left entered is entered no more
   }
 }
 
@@ -457,14 +467,14 @@ void Session::enter(ModuleId module) {
     own_device_.follow_stream();
     if (module == kRoot && training && !joined.in_task) {
       check_requirements();
-      check_whole();
+      check_consistent();
       updater_->check_none_updated("the next forward began");
     }
     for (const ParamId param : layout_.module(module).params) {
       param_memory_->take_up(param);
     }
     if (passes_->in_segment()) {
-      gradients_->expect_parts(layout_.chunks_of(module));
+      gradients_->expect_several_passes(layout_.chunks_of(module));
     }
     notice_new_operators();
     updater_->check_not_updated(module);
@@ -542,8 +552,8 @@ void Session::expect_no_backward() {
   }
 }
 
-void Session::bring_together(std::optional<std::size_t> optimizer) {
-  check_whole();
+void Session::reduce_gradients(std::optional<std::size_t> optimizer) {
+  check_consistent();
   own_device_.follow_stream();
   param_memory_->take_up_all();
   if (ranks_) {
@@ -561,11 +571,11 @@ void Session::make_gradient_present(ParamId param, double scale) {
 }
 
 GradientSummary Session::collect_gradients(bool with_norm) {
-  check_whole();
+  check_consistent();
   own_device_.follow_stream();
   runtime_->begin_update();
-  if (cut_homes_.stage() == 3) {
-    end_reads_of_parts();
+  if (sharded_host_storage_.stage() == 3) {
+    end_reads_of_shards();
     ranks_->meet();
   }
   updater_->forget_completed();
@@ -576,16 +586,17 @@ GradientSummary Session::collect_gradients(bool with_norm) {
       gate_->pass(gradients_->group(chunk));
     }
   }
-  return gradients_->collect(
-      with_norm, [this](std::span<double> squares) { ranks_->gradients().measure_parts(squares); });
+  return gradients_->collect(with_norm, [this](std::span<double> squares) {
+    ranks_->gradients().measure_shards(squares);
+  });
 }
 
 // Of weights as they are before all ranks update them, or load others: the next are of those. And
 // what the last update sends between copies.
-void Session::end_reads_of_parts() {
+void Session::end_reads_of_shards() {
   reads_.wait_for_all();
   weights_->await_reads();
-  cut_homes_.parts()->await_exchanges();
+  sharded_host_storage_.shards()->await_exchanges();
 }
 
 void Session::scale_gradients(double factor) {
@@ -624,21 +635,21 @@ bool Session::aliased_values(ChunkId chunk) const {
 // that was reached without one (a numpy array) would not: a chunk that something else than castor
 // refers to stays where it is. So does one of which something is on NVMe, or in parts on the ranks.
 void Session::place_chunks_again() {
-  if (!runtime_->placement_due() || !integrity_.whole() || reads_.reading()) {
+  if (!runtime_->placement_due() || !integrity_.consistent() || reads_.reading()) {
     return;  // while a save reads payloads they stay where they are: a later step places them
   }
   await_updates();
   std::vector<bool> candidates(layout_.chunks().size());
   for (std::size_t i = 0; i < candidates.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    candidates[i] = manager_->promoted(chunk) || (!state_places_->stored(chunk) && !stored(chunk) &&
-                                                  !cut_gradients(chunk) && !aliased(chunk));
+    candidates[i] = manager_->promoted(chunk) || (!state_store_->stored(chunk) && !stored(chunk) &&
+                                                  !sharded_gradients(chunk) && !aliased(chunk));
   }
   runtime_->place(candidates);
 }
 
-bool Session::cut_gradients(ChunkId chunk) const noexcept {
-  return gradient_parts_ && gradient_parts_->cut(chunk);
+bool Session::sharded_gradients(ChunkId chunk) const noexcept {
+  return gradient_shards_ && gradient_shards_->sharded(chunk);
 }
 
 bool Session::stored(ChunkId chunk) const noexcept { return weights_ && weights_->stored(chunk); }

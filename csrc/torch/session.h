@@ -14,20 +14,20 @@
 #include "core/runtime.h"
 #include "torch/chunk_copies.h"
 #include "torch/chunk_storages.h"
-#include "torch/cut_homes.h"
-#include "torch/gradient_parts.h"
+#include "torch/gradient_shards.h"
 #include "torch/gradient_sink.h"
-#include "torch/host_places.h"
 #include "torch/optimizer_state.h"
 #include "torch/param_memory.h"
 #include "torch/passes.h"
-#include "torch/rank_homes.h"
+#include "torch/rank_host_storage.h"
 #include "torch/run_integrity.h"
 #include "torch/session_device.h"
 #include "torch/session_options.h"
 #include "torch/session_ranks.h"
+#include "torch/sharded_host_storage.h"
 #include "torch/state_views.h"
 #include "torch/step_events.h"
+#include "torch/storage_plan.h"
 #include "torch/stored_weights.h"
 #include "torch/tensor_gate.h"
 #include "torch/updater.h"
@@ -100,11 +100,15 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   bool synchronise(bool on);
   /// Returns the communication with the other ranks; nullptr where this process is alone.
   [[nodiscard]] SessionRanks* ranks() const noexcept { return ranks_.get(); }
-  [[nodiscard]] const RankHomes& rank_homes() const noexcept { return rank_homes_; }
-  [[nodiscard]] const CutHomes& cut_homes() const noexcept { return cut_homes_; }
+  [[nodiscard]] const RankHostStorage& rank_host_storage() const noexcept {
+    return rank_host_storage_;
+  }
+  [[nodiscard]] const ShardedHostStorage& sharded_host_storage() const noexcept {
+    return sharded_host_storage_;
+  }
   /// Returns the sharded gradients; nullptr where no gradients are sharded.
-  [[nodiscard]] const GradientParts* gradient_parts() const noexcept {
-    return gradient_parts_.get();
+  [[nodiscard]] const GradientShards* gradient_shards() const noexcept {
+    return gradient_shards_.get();
   }
   /// Returns the stage of ZeRO by which the ranks keep weights; 0 where this process is alone.
   [[nodiscard]] std::size_t zero_stage() const noexcept;
@@ -112,7 +116,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   // Calls of a step, in this order.
   /// Averages over several ranks the gradients that are not yet the ranks' mean. `optimizer`: which
   /// one steps, of several.
-  void bring_together(std::optional<std::size_t> optimizer);
+  void reduce_gradients(std::optional<std::size_t> optimizer);
   /// Returns which gradients this rank has.
   [[nodiscard]] GradientMarks gradient_marks() const { return gradients_->marks(); }
   /// Gives the parameter a gradient of zeros where it has none, of a loss with that scale:
@@ -148,14 +152,15 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void end_load(RunLoad load);
   /// Lets each rank read again what others keep. Every rank calls it once it has replaced its
   /// weights.
-  void share_homes();
+  void share_weights();
   /// Returns whether weights and states are those of one step. Where they are not, a training
   /// forward, step() and settle throw UsageError.
-  [[nodiscard]] bool whole() const { return integrity_.whole() && !torn(); }
+  [[nodiscard]] bool consistent() const { return integrity_.consistent() && !torn(); }
   /// Waits until no update is under way; rethrows the error that stopped one.
   void await_updates() { updater_->wait_for_all(); }
   /// Waits until neither a pass of another thread nor an update is under way. Rethrows the error
-  /// that stopped an update, and throws UsageError unless whole(). For whoever reads the values.
+  /// that stopped an update, and throws UsageError unless consistent(). For whoever reads the
+  /// values.
   void settle();
   /// Waits until no update of the parameter's chunk is under way; rethrows the error that stopped
   /// one.
@@ -163,11 +168,11 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// Moves every parameter in a device slot to its host storage. Parameters may be read and written
   /// freely afterwards, until the next forward. Throws UsageError where backward updated some
   /// chunks and step() never followed.
-  void send_home();
+  void move_to_host();
 
-  /// Same as send_home, and from now on a save may read weights and states as they are, on a thread
-  /// of its own (reads()). Returns the chunks whose memory somebody can reach whom nothing holds
-  /// back: the caller waits until these are read.
+  /// Same as move_to_host, and from now on a save may read weights and states as they are, on a
+  /// thread of its own (reads()). Returns the chunks whose memory somebody can reach whom nothing
+  /// holds back: the caller waits until these are read.
   [[nodiscard]] std::vector<ChunkId> begin_reads();
   [[nodiscard]] ChunkReads& reads() noexcept { return reads_; }
   /// Returns the copies of chunks that a save reads, after begin_reads.
@@ -185,15 +190,15 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// Returns, where the device computes by itself, a CPU tensor over the parameter's host storage,
   /// borrowed. nullopt: the parameter is resident on the device, or its host storage is not in
   /// memory all the time, or the device is the CPU.
-  [[nodiscard]] std::optional<at::Tensor> home(ParamId param);
-  /// Returns the NVMe tier, with contents as HostPlaces numbers them; nullptr where all is in
+  [[nodiscard]] std::optional<at::Tensor> host_storage(ParamId param);
+  /// Returns the NVMe tier, with contents as StoragePlan numbers them; nullptr where all is in
   /// memory.
   [[nodiscard]] const NvmeTier* nvme() const noexcept { return nvme_.get(); }
   /// Returns the stream over the num_activation_pages() pages that activations may take on NVMe;
   /// nullptr where there are none.
   [[nodiscard]] ChunkStream* activation_stream() const noexcept;
   [[nodiscard]] std::size_t num_activation_pages() const noexcept {
-    return places_.nvme[HostPlaces::kActivations].chunks.size();
+    return places_.nvme[StoragePlan::kActivations].chunks.size();
   }
   /// Returns what the storage holds: "parameter 'x'", "the gradient of parameter 'x'" or such;
   /// empty where it is none of this session's.
@@ -241,12 +246,12 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void check_requirements() const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept;
-  [[nodiscard]] bool cut_gradients(ChunkId chunk) const noexcept;
-  void end_reads_of_parts();
+  [[nodiscard]] bool sharded_gradients(ChunkId chunk) const noexcept;
+  void end_reads_of_shards();
   void note_torn_payloads();
   [[nodiscard]] bool torn() const noexcept;  ///< Whether a write to NVMe failed.
   [[nodiscard]] std::unique_ptr<StoredWeights> make_weights();
-  void check_whole();          ///< Throws UsageError unless whole().
+  void check_consistent();     ///< Throws UsageError unless consistent().
   void check_ranks() const;    ///< Throws UsageError for what several ranks cannot do.
   void check_process() const;  ///< Throws UsageError in a forked child.
   /// Returns whether somebody holds another tensor over the chunk's memory, which the gate does not
@@ -273,11 +278,11 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   const std::shared_ptr<Ledger> nvme_ledger_;  // nullptr: there is no such tier
   Reservation nvme_taken_;
   std::shared_ptr<NonModelMemory> nonmodel_;
-  RankHomes rank_homes_;
+  RankHostStorage rank_host_storage_;
   std::unique_ptr<Executor> executor_;
-  CutHomes cut_homes_;
-  std::unique_ptr<GradientParts> gradient_parts_;  // nullptr: gradients are full, or shared
-  const HostPlaces places_;
+  ShardedHostStorage sharded_host_storage_;
+  std::unique_ptr<GradientShards> gradient_shards_;  // nullptr: gradients are full, or shared
+  const StoragePlan places_;
   std::unique_ptr<NvmeTier> nvme_;  // nullptr: nothing is there; outlives who borrows its streams
   std::unique_ptr<UpdateQueue>
       update_queue_;  // nullptr with Overlap::kNone; outlives copies' waits
@@ -286,7 +291,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   std::unique_ptr<StoredWeights> weights_;
   std::unique_ptr<ChunkManager> manager_;
   std::unique_ptr<GradientSink> gradients_;
-  std::unique_ptr<StatePlaces> state_places_;
+  std::unique_ptr<StateStore> state_store_;
   std::unique_ptr<ChunkCopies> chunk_copies_;
   std::unique_ptr<SessionRanks> ranks_;  // nullptr: one process
   std::unique_ptr<OptimizerState> optimizer_state_;

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "torch/chunk_holds.h"
+#include "torch/chunk_pins.h"
 #include "torch/session.h"
 
 namespace castor {
@@ -17,27 +17,27 @@ namespace {
 /// device may leave it, and the session, whoever drops it meanwhile, goes last.
 struct OperatorVisit {
   std::shared_ptr<Session> session;
-  ChunkHolds chunks;
-  std::unique_ptr<StoredWeights::Visit> home;
+  ChunkPins chunks;
+  std::unique_ptr<StoredWeights::Visit> weights;
   std::vector<std::shared_ptr<void>> gradients;  // that are in parts
 };
 
 }  // namespace
 
 bool Session::torn() const noexcept {
-  return state_places_->torn() || (weights_ && weights_->torn());
+  return state_store_->torn() || (weights_ && weights_->torn());
 }
 
 // What was changed in the window is written when its memory is needed: in a forward, in a load.
 void Session::note_torn_payloads() {
-  if (integrity_.whole() && torn()) {
+  if (integrity_.consistent() && torn()) {
     integrity_.broke(
-        std::string(state_places_->torn() ? "an optimizer state" : "parameters or gradients") +
+        std::string(state_store_->torn() ? "an optimizer state" : "parameters or gradients") +
         " could not be written to NVMe");
   }
 }
 
-void Session::check_whole() {
+void Session::check_consistent() {
   check_process();
   note_torn_payloads();
   integrity_.check();
@@ -61,42 +61,42 @@ void Session::begin_load(RunLoad load) {
   updater_->abandon();
   passes_->turn().step_is_over();
   if (ranks_ && load.weights != LoadedWeights::kNone) {
-    if (cut_homes_.stage() == 3) {
-      runtime_->send_home();
-      end_reads_of_parts();
+    if (sharded_host_storage_.stage() == 3) {
+      runtime_->move_to_host();
+      end_reads_of_shards();
     }
     ranks_->begin_load();
   }
   gradients_->begin_step();
   note_torn_payloads();
-  if (load.states || !integrity_.whole()) {
-    state_places_->discard_stored();
+  if (load.states || !integrity_.consistent()) {
+    state_store_->discard_stored();
   }
   param_memory_->take_up_all();
   integrity_.loading(load);
   gate_->pass_all();
-  runtime_->send_home();
-  if (weights_ && cut_homes_.stage() != 3 && load.weights == LoadedWeights::kAll) {
+  runtime_->move_to_host();
+  if (weights_ && sharded_host_storage_.stage() != 3 && load.weights == LoadedWeights::kAll) {
     weights_->discard_parameters();
   }
 }
 
 void Session::end_load(RunLoad load) { integrity_.loaded(load); }
 
-void Session::share_homes() {
+void Session::share_weights() {
   if (ranks_) {
-    ranks_->end_load(*state_places_);
+    ranks_->end_load(*state_store_);
   }
 }
 
 // A failure comes out once as what it is; from then on what it did to the run is said instead.
 void Session::settle() {
   const Turn turn(shared_from_this(), PassTurn::Section::kPlain, "a read of the weights");
-  if (whole()) {
+  if (consistent()) {
     await_updates();
   }
   own_device_.await();
-  check_whole();
+  check_consistent();
   param_memory_->take_up_given();
 }
 
@@ -107,24 +107,24 @@ void Session::settle(ParamId param) {
   own_device_.await();
 }
 
-void Session::send_home() {
+void Session::move_to_host() {
   const Turn turn(shared_from_this(), PassTurn::Section::kPlain, "a read of the weights");
   updater_->check_none_updated("the weights are read");
   settle();
   param_memory_->take_up_all();
-  runtime_->send_home();
+  runtime_->move_to_host();
   own_device_.await();
 }
 
 std::vector<ChunkId> Session::begin_reads() {
   const Turn turn(shared_from_this(), PassTurn::Section::kPlain, "a save");
-  send_home();
+  move_to_host();
   reads_.begin();
   std::vector<ChunkId> not_held;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     gate_->share(i);
-    if (aliased_values(chunk) || state_places_->on_device(chunk)) {
+    if (aliased_values(chunk) || state_store_->on_device(chunk)) {
       not_held.push_back(chunk);
     }
   }
@@ -136,8 +136,8 @@ std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> use
   check_process();
   const StreamId stream = own_device_.current_stream();
   auto visit = std::make_shared<OperatorVisit>(OperatorVisit{.session = shared_from_this(),
-                                                             .chunks = ChunkHolds(*runtime_),
-                                                             .home = nullptr,
+                                                             .chunks = ChunkPins(*runtime_),
+                                                             .weights = nullptr,
                                                              .gradients = {}});
   std::vector<WeightUse> parts;
   for (const TensorGate::Use& use : uses) {
@@ -146,10 +146,10 @@ std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> use
     if (ranks_ && used == PayloadKind::kGrad && use.writes) {
       ranks_->gradients().writing(chunk);
     }
-    if (used == PayloadKind::kGrad && cut_gradients(chunk)) {
-      using Access = GradientParts::Access;
+    if (used == PayloadKind::kGrad && sharded_gradients(chunk)) {
+      using Access = GradientShards::Access;
       visit->gradients.push_back(
-          gradient_parts_->visit(chunk, use.writes ? Access::kWrite : Access::kRead));
+          gradient_shards_->visit(chunk, use.writes ? Access::kWrite : Access::kRead));
       continue;
     }
     if (weights_ && used == PayloadKind::kParam && use.writes) {
@@ -162,7 +162,7 @@ std::shared_ptr<void> Session::visit_groups(std::span<const TensorGate::Use> use
     }
   }
   if (!parts.empty()) {
-    visit->home = weights_->visit(parts);
+    visit->weights = weights_->visit(parts);
   }
   return visit;
 }
@@ -177,15 +177,15 @@ std::shared_ptr<void> Session::visit(ParamId param, bool writes) {
   return visit_groups(std::span(&use, 1));
 }
 
-std::optional<at::Tensor> Session::home(ParamId param) {
+std::optional<at::Tensor> Session::host_storage(ParamId param) {
   const ParamPlace place = layout_.place(param);
-  if (!own_device_.computes_by_itself() || state_places_->on_device(place.chunk) ||
+  if (!own_device_.computes_by_itself() || state_store_->on_device(place.chunk) ||
       stored(place.chunk)) {
     return std::nullopt;
   }
   settle(param);
   const ParamGeometry geometry = geometry_of(params_[index(param)].local);
-  return at::for_blob(state_places_->element(param, PayloadKind::kParam), geometry.sizes)
+  return at::for_blob(state_store_->element(param, PayloadKind::kParam), geometry.sizes)
       .strides(geometry.strides)
       .options(at::TensorOptions().dtype(to_torch(layout_.param(param).type)))
       .make_tensor();

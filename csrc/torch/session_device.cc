@@ -55,11 +55,11 @@ void SessionDevice::await() const {
   fence()->wait();
 }
 
-void SessionDevice::leave(std::span<const std::shared_ptr<Payload>> homes) const noexcept {
+void SessionDevice::leave(std::span<const std::shared_ptr<Payload>> host_payloads) const noexcept {
   try {
     fence()->wait();  // whatever stream this thread, perhaps a garbage collector's, is on
-    for (const auto& home : homes) {
-      host_writes({home->data(), home->bytes()});
+    for (const auto& payload : host_payloads) {
+      host_writes({payload->data(), payload->bytes()});
     }
   } catch (...) {  // the device is lost, and its copies with it
   }

@@ -48,10 +48,10 @@ class SessionDevice {
     return backend_->fence(stream_->id());
   }
   /// Same as DeviceBackend::host_writes.
-  void host_writes(std::span<const std::byte> home) const { backend_->host_writes(home); }
+  void host_writes(std::span<const std::byte> host) const { backend_->host_writes(host); }
   /// Waits until no copy reads the storage of these payloads. To be called before that storage goes
   /// to the tensors that are left, and with the last of these back to its arena.
-  void leave(std::span<const std::shared_ptr<Payload>> homes) const noexcept;
+  void leave(std::span<const std::shared_ptr<Payload>> host_payloads) const noexcept;
   /// Returns whether the chunk's payloads lie in memory of a device that works on them itself. Work
   /// that the calling thread gives that device is behind all that it has given the device before.
   [[nodiscard]] bool holds(const ChunkManager& chunks, ChunkId chunk) const {

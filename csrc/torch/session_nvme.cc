@@ -8,7 +8,7 @@ std::shared_ptr<Ledger> nvme_ledger(const SessionOptions& options, const std::st
   return options.state.nvme ? std::make_shared<Ledger>(options.budgets->nvme(), owner) : nullptr;
 }
 
-std::unique_ptr<NvmeTier> make_nvme(const HostPlaces& places, const SessionOptions& options,
+std::unique_ptr<NvmeTier> make_nvme(const StoragePlan& places, const SessionOptions& options,
                                     MemoryTier& host, Executor& executor, Ledger* ledger,
                                     std::size_t number, Reservation& taken) {
   const std::uint64_t bytes = places.nvme_bytes();

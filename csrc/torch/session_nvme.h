@@ -9,8 +9,8 @@
 #include "core/memory_tier.h"
 #include "io/chunk_stream.h"
 #include "io/nvme_tier.h"
-#include "torch/host_places.h"
 #include "torch/session_options.h"
+#include "torch/storage_plan.h"
 
 namespace castor {
 
@@ -22,11 +22,11 @@ namespace castor {
 /// Makes the NVMe tier; returns nullptr where nothing is on NVMe. `number`: the model's number
 /// among those of its plugin. `taken`: receives the bytes that the tier takes from what the
 /// sessions may take together. Throws OutOfMemory, and as NvmeTier.
-[[nodiscard]] std::unique_ptr<NvmeTier> make_nvme(const HostPlaces& places,
+[[nodiscard]] std::unique_ptr<NvmeTier> make_nvme(const StoragePlan& places,
                                                   const SessionOptions& options, MemoryTier& host,
                                                   Executor& executor, Ledger* ledger,
                                                   std::size_t number, Reservation& taken);
-/// Returns the stream of a content (HostPlaces); nullptr where nothing of that content is on NVMe.
+/// Returns the stream of a content (StoragePlan); nullptr where nothing of that content is on NVMe.
 [[nodiscard]] ChunkStream* stream_of(const std::unique_ptr<NvmeTier>& nvme, std::size_t content);
 
 }  // namespace castor

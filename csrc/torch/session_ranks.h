@@ -15,10 +15,10 @@
 #include "dist/device_staging.h"
 #include "dist/rank_weights.h"
 #include "torch/rank_gradients.h"
-#include "torch/rank_homes.h"
+#include "torch/rank_host_storage.h"
 #include "torch/rank_states.h"
 #include "torch/session_device.h"
-#include "torch/state_places.h"
+#include "torch/state_store.h"
 
 namespace castor {
 
@@ -32,25 +32,26 @@ namespace castor {
 class SessionRanks {
  public:
   /// Meets the other ranks; throws as RankMeeting and RankGradients. All arguments but the groups
-  /// outlive this. `homes`: see RankWeights. `parts`: the sharded gradients; nullptr where there
-  /// are none. `copies`: between the device and the host.
+  /// outlive this. `host_storage`: see RankWeights. `gradient_shards`: the sharded gradients;
+  /// nullptr where there are none. `copies`: between the device and the host.
   SessionRanks(const RankGroups& groups, ChunkManager& chunks, const ShardMap& shards,
-               GradientSink& gradients, GradientParts* parts, const StatePlaces& places,
-               const RankHomes& homes, CopyEngine& copies, Executor& executor)
+               GradientSink& gradients, GradientShards* gradient_shards, const StateStore& places,
+               const RankHostStorage& host_storage, CopyEngine& copies, Executor& executor)
       : layout_(chunks.layout()),
         passes_(groups.passes),
-        link_(homes.refusal().empty() ? groups.link
-                                      : groups.link + ", but not homes: " + homes.refusal()),
+        link_(host_storage.refusal().empty()
+                  ? groups.link
+                  : groups.link + ", but not host storage: " + host_storage.refusal()),
         meeting_(*passes_, layout_),
         gradients_(groups.gradients, meeting_, layout_,
                    {.sink = gradients,
-                    .homes = homes.gradients().homes.get(),
-                    .parts = parts,
+                    .storage = host_storage.gradients().storage.get(),
+                    .gradient_shards = gradient_shards,
                     .shards = shards,
                     .staging = make_staging(chunks, PayloadKind::kGrad, copies, places.device())},
                    executor, chunks.host()),
         states_(*passes_, meeting_, layout_, shards, places),
-        weights_(groups.updates, homes.weights().homes.get(),
+        weights_(groups.updates, host_storage.weights().storage.get(),
                  make_staging(chunks, PayloadKind::kParam, copies, places.device())) {}
 
   [[nodiscard]] RankGradients& gradients() noexcept { return gradients_; }
@@ -69,7 +70,7 @@ class SessionRanks {
   /// Waits until no rank reads the others' weights any more.
   void begin_load() { meeting_.meet_to_load(); }
   /// Waits until all ranks have replaced their weights: each may read the others' again.
-  void end_load(const StatePlaces& places) {
+  void end_load(const StateStore& places) {
     meeting_.meet_to_load();
     std::vector<const Payload*> weights;
     for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {

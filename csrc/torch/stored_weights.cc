@@ -23,37 +23,35 @@ constexpr char kNotWritable[] =
     "them before booster.boost, load them with booster.load or booster.load_model, or give "
     "zero_stage=1";
 
-class Held final : public HomeHold {
+class Lease final : public ParamLease {
  public:
-  Held(ChunkStream::Hold hold, const SessionDevice& device, bool writable)
-      : hold_(std::move(hold)), device_(device), writable_(writable) {}
-  ~Held() override {
+  Lease(ChunkStream::Pin pin, const SessionDevice& device, bool writable)
+      : pin_(std::move(pin)), device_(device), writable_(writable) {}
+  ~Lease() override {
     try {
       await_readers();
     } catch (...) {  // the device is lost, and its copies with it
     }
   }
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
 
-  [[nodiscard]] std::byte* data() const noexcept override {
-    return hold_.payloads().front().data();
-  }
-  void wait(HomeAccess access) override {
-    if (access == HomeAccess::kWrite && !writable_) {
+  [[nodiscard]] std::byte* data() const noexcept override { return pin_.payloads().front().data(); }
+  void wait(ParamAccess access) override {
+    if (access == ParamAccess::kWrite && !writable_) {
       throw UsageError(kNotWritable);
     }
-    hold_.wait(access == HomeAccess::kWrite ? StreamAccess::kEdit : StreamAccess::kRead);
-    if (access == HomeAccess::kWrite) {
+    pin_.wait(access == ParamAccess::kWrite ? StreamAccess::kEdit : StreamAccess::kRead);
+    if (access == ParamAccess::kWrite) {
       await_readers();
     }
   }
 
  private:
   // Copies to the device may go on where the device alone has waited for them.
-  void await_readers() { device_.host_writes(hold_.payloads().front()); }
+  void await_readers() { device_.host_writes(pin_.payloads().front()); }
 
-  ChunkStream::Hold hold_;
+  ChunkStream::Pin pin_;
   const SessionDevice& device_;
   const bool writable_;
 };
@@ -77,30 +75,31 @@ std::vector<std::vector<PayloadSpec>> StoredWeights::parts_of(const ChunkLayout&
   return parts;
 }
 
-StoredHomes StoredWeights::on_nvme(std::vector<bool> stored, std::size_t num_slots) {
-  return {.chunks = std::move(stored), .max_held = max_held_in(num_slots), .no_address = kOnNvme};
+ParamStoreSpec StoredWeights::on_nvme(std::vector<bool> stored, std::size_t num_slots) {
+  return {
+      .chunks = std::move(stored), .max_leases = max_leases_in(num_slots), .no_address = kOnNvme};
 }
 
-StoredHomes StoredWeights::on_ranks(std::vector<bool> cut, std::size_t max_held) {
-  return {.chunks = std::move(cut),
+ParamStoreSpec StoredWeights::on_ranks(std::vector<bool> sharded, std::size_t max_leases) {
+  return {.chunks = std::move(sharded),
           .gradients = false,
           .writable = false,
-          .max_held = max_held,
+          .max_leases = max_leases,
           .no_address = kOnRanks};
 }
 
-StoredWeights::StoredWeights(const ChunkLayout& layout, StoredHomes homes,
+StoredWeights::StoredWeights(const ChunkLayout& layout, ParamStoreSpec spec,
                              const ChunkStorages& storages, ChunkStream& stream,
                              const SessionDevice& device)
-    : homes_(std::move(homes)),
-      stored_(homes_.chunks),
+    : spec_(std::move(spec)),
+      stored_(spec_.chunks),
       storages_(storages),
       stream_(stream),
       device_(device),
       parts_(2 * stored_.size()) {
   std::vector<bool> gradients = stored_;
   for (std::size_t i = 0; i < stored_.size(); ++i) {
-    gradients[i] = stored_[i] && homes_.gradients && layout.chunks()[i].trainable;
+    gradients[i] = stored_[i] && spec_.gradients && layout.chunks()[i].trainable;
   }
   gradients_ =
       std::make_unique<GradientStorages>(layout, std::move(gradients), device_.torch_device());
@@ -116,7 +115,7 @@ void StoredWeights::bind(std::size_t part, std::byte* address) const noexcept {
 
 void StoredWeights::forbid_addresses() {
   const auto forbid_it = [this](const c10::Storage& storage) {
-    forbid_null(storage, homes_.no_address);
+    forbid_null(storage, spec_.no_address);
   };
   for (std::size_t i = 0; i < stored_.size(); ++i) {
     if (!stored_[i]) {
@@ -130,19 +129,19 @@ void StoredWeights::forbid_addresses() {
   }
 }
 
-std::unique_ptr<HomeHold> StoredWeights::hold(ChunkId chunk) {
-  return std::make_unique<Held>(stream_.hold(parameters_of(chunk)), device_, homes_.writable);
+std::unique_ptr<ParamLease> StoredWeights::lease(ChunkId chunk) {
+  return std::make_unique<Lease>(stream_.pin(parameters_of(chunk)), device_, spec_.writable);
 }
 
 void StoredWeights::check_writable(ChunkId chunk) const {
-  if (stored(chunk) && !homes_.writable) {
+  if (stored(chunk) && !spec_.writable) {
     throw UsageError(kNotWritable);
   }
 }
 
 void StoredWeights::announce(std::span<const ChunkId> chunks) {
   forget_announced();
-  for (const ChunkId chunk : chunks.first(std::min(chunks.size(), max_held()))) {
+  for (const ChunkId chunk : chunks.first(std::min(chunks.size(), max_leases()))) {
     stream_.prefetch(parameters_of(chunk));
   }
 }
@@ -157,18 +156,18 @@ std::unique_ptr<StoredWeights::Visit> StoredWeights::visit(std::span<const Weigh
   for (const WeightUse& use : uses) {
     parts.push_back(use.part);
   }
-  Holds holds = stream_.hold(parts);
+  Pins pins = stream_.pin(parts);
   for (std::size_t i = 0; i < uses.size(); ++i) {
-    holds[i].wait(uses[i].writes ? StreamAccess::kEdit : StreamAccess::kRead);
+    pins[i].wait(uses[i].writes ? StreamAccess::kEdit : StreamAccess::kRead);
   }
   const MutexLock lock(mutex_);
   for (std::size_t i = 0; i < uses.size(); ++i) {
     Part& part = parts_[parts[i]];
     ++part.num_visits;
     part.bound = true;
-    bind(parts[i], holds[i].payloads().front().data());
+    bind(parts[i], pins[i].payloads().front().data());
   }
-  return std::make_unique<Visit>(*this, std::move(parts), std::move(holds));
+  return std::make_unique<Visit>(*this, std::move(parts), std::move(pins));
 }
 
 // An operator has returned when a device has been given it, not when it is over.
@@ -189,17 +188,17 @@ void StoredWeights::unbind(std::span<const std::size_t> parts) noexcept {
   }
 }
 
-StoredWeights::Holds StoredWeights::hold_for_update(ChunkId chunk) {
+StoredWeights::Pins StoredWeights::pin_for_update(ChunkId chunk) {
   const std::size_t parts[] = {parameters_of(chunk), gradients_of(chunk)};
-  Holds holds = stream_.hold(parts);
-  holds[0].wait(StreamAccess::kUpdate);
-  device_.host_writes(holds[0].payloads().front());
-  holds[1].wait(StreamAccess::kRead);
-  return holds;
+  Pins pins = stream_.pin(parts);
+  pins[0].wait(StreamAccess::kUpdate);
+  device_.host_writes(pins[0].payloads().front());
+  pins[1].wait(StreamAccess::kRead);
+  return pins;
 }
 
 void StoredWeights::announce_updates(std::span<const ChunkId> chunks) {
-  std::size_t room = max_held();
+  std::size_t room = max_leases();
   for (const ChunkId chunk : chunks) {
     if (room == 0) {
       return;
@@ -215,7 +214,7 @@ void StoredWeights::announce_updates(std::span<const ChunkId> chunks) {
 void StoredWeights::read_gradients(std::span<const ChunkId> chunks,
                                    const std::function<void(ChunkId, const std::byte*)>& use) {
   for (std::size_t i = 0; i < chunks.size(); ++i) {
-    for (std::size_t next = i + 1; next < std::min(i + 1 + max_held(), chunks.size()); ++next) {
+    for (std::size_t next = i + 1; next < std::min(i + 1 + max_leases(), chunks.size()); ++next) {
       stream_.prefetch(gradients_of(chunks[next]));
     }
     stream_.use(gradients_of(chunks[i]), StreamAccess::kRead,

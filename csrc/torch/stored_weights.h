@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "core/chunk_layout.h"
-#include "core/home_store.h"
 #include "core/mutex.h"
+#include "core/param_store.h"
 #include "io/chunk_stream.h"
 #include "io/nvme_tier.h"
 #include "torch/chunk_storages.h"
@@ -29,19 +29,19 @@ struct WeightUse {
 };
 
 /// Chunks whose parameters have no permanent storage in memory, and how these are used.
-struct StoredHomes {
+struct ParamStoreSpec {
   std::vector<bool> chunks;
   bool gradients = true;  ///< whether the same holds for their gradients
   /// Whether operators may change weights. If not, only steps and loads do, where the weights are.
   bool writable = true;
-  std::size_t max_held = 0;  ///< chunks; see HomeStore::max_held
-  std::string no_address;    ///< torch's message to whoever asks for it
+  std::size_t max_leases = 0;  ///< chunks; see ParamStore::max_leases
+  std::string no_address;      ///< torch's message to whoever asks for it
 };
 
 /// Store of parameters and gradients on NVMe, of the chunks that the host has no room for; or of
-/// parameters that are sharded over ranks (CutHomes). A window brings them into host memory, part
-/// by part: to be copied to the device, to be updated, and for any operator that reads them
-/// elsewhere.
+/// parameters that are sharded over ranks (ShardedHostStorage). A window brings them into host
+/// memory, part by part: to be copied to the device, to be updated, and for any operator that reads
+/// them elsewhere.
 ///
 /// Outside of operators, and of modules that run on the device, the storage of a part points
 /// nowhere, and torch throws where it is asked for the address. So nobody can keep an address that
@@ -53,13 +53,13 @@ struct StoredHomes {
 /// Owned by the session. Thread-safe, except for the binding of parameters, which only the thread
 /// does that runs forward, backward and step. Calls that wait for a read may throw IoError or
 /// CorruptionError.
-class StoredWeights final : public HomeStore {
+class StoredWeights final : public ParamStore {
  public:
   /// Least number of window buffers: enough for a chunk's update (parameters and gradients), a
   /// gradient that arrives and an operator, beside one copy to the device.
   static constexpr std::size_t kLeastSlots = 5;
-  /// Returns max_held() of a window with that many buffers.
-  [[nodiscard]] static constexpr std::size_t max_held_in(std::size_t num_slots) noexcept {
+  /// Returns max_leases() of a window with that many buffers.
+  [[nodiscard]] static constexpr std::size_t max_leases_in(std::size_t num_slots) noexcept {
     return num_slots - (kLeastSlots - 1);
   }
 
@@ -68,12 +68,12 @@ class StoredWeights final : public HomeStore {
       const ChunkLayout& layout, const std::vector<bool>& stored);
   /// Describes chunks on NVMe: those of parts_of(layout, stored), in a stream of `num_slots`
   /// buffers.
-  [[nodiscard]] static StoredHomes on_nvme(std::vector<bool> stored, std::size_t num_slots);
+  [[nodiscard]] static ParamStoreSpec on_nvme(std::vector<bool> stored, std::size_t num_slots);
   /// Describes chunks of which each rank has its shard.
-  [[nodiscard]] static StoredHomes on_ranks(std::vector<bool> cut, std::size_t max_held);
-  /// Serves the chunks of `homes`. `stream` is over the chunks' parts, parameters first. All
+  [[nodiscard]] static ParamStoreSpec on_ranks(std::vector<bool> sharded, std::size_t max_leases);
+  /// Serves the chunks of `spec`. `stream` is over the chunks' parts, parameters first. All
   /// references outlive this.
-  StoredWeights(const ChunkLayout& layout, StoredHomes homes, const ChunkStorages& storages,
+  StoredWeights(const ChunkLayout& layout, ParamStoreSpec spec, const ChunkStorages& storages,
                 ChunkStream& stream, const SessionDevice& device);
   StoredWeights(const StoredWeights&) = delete;
   StoredWeights& operator=(const StoredWeights&) = delete;
@@ -84,12 +84,12 @@ class StoredWeights final : public HomeStore {
 
   [[nodiscard]] bool stored(ChunkId chunk) const noexcept override { return stored_[index(chunk)]; }
   [[nodiscard]] bool gradients_stored(ChunkId chunk) const noexcept override {
-    return homes_.gradients && stored(chunk);
+    return spec_.gradients && stored(chunk);
   }
   /// Throws UsageError unless operators may change the chunk's weights.
   void check_writable(ChunkId chunk) const;
-  [[nodiscard]] std::unique_ptr<HomeHold> hold(ChunkId chunk) override;
-  [[nodiscard]] std::size_t max_held() const noexcept override { return homes_.max_held; }
+  [[nodiscard]] std::unique_ptr<ParamLease> lease(ChunkId chunk) override;
+  [[nodiscard]] std::size_t max_leases() const noexcept override { return spec_.max_leases; }
   void announce(std::span<const ChunkId> chunks) override;
   void moved_out(ChunkId chunk) noexcept override;
 
@@ -104,12 +104,12 @@ class StoredWeights final : public HomeStore {
   /// Same as GradientStorages::renew.
   c10::Storage renew_gradient_storage(ParamId param) { return gradients_->renew(param); }
 
-  using Holds = std::vector<ChunkStream::Hold>;
+  using Pins = std::vector<ChunkStream::Pin>;
   /// Visit to some parts: while it lives, they are in memory and their storages are bound there.
   class Visit {
    public:
-    Visit(StoredWeights& weights, std::vector<std::size_t> parts, Holds holds) noexcept
-        : weights_(weights), parts_(std::move(parts)), holds_(std::move(holds)) {}
+    Visit(StoredWeights& weights, std::vector<std::size_t> parts, Pins pins) noexcept
+        : weights_(weights), parts_(std::move(parts)), pins_(std::move(pins)) {}
     ~Visit() {
       weights_.await_operators();
       weights_.unbind(parts_);
@@ -120,14 +120,14 @@ class StoredWeights final : public HomeStore {
    private:
     StoredWeights& weights_;
     std::vector<std::size_t> parts_;
-    Holds holds_;
+    Pins pins_;
   };
   /// Brings different parts into memory and binds their storages there. Parameters that are bound
   /// to the device must not be among them.
   [[nodiscard]] std::unique_ptr<Visit> visit(std::span<const WeightUse> uses);
   /// Brings a chunk's parameters and gradients into memory for its update; returns them in this
   /// order.
-  [[nodiscard]] Holds hold_for_update(ChunkId chunk);
+  [[nodiscard]] Pins pin_for_update(ChunkId chunk);
   /// Announces the chunks that will be updated next: starts to read them ahead.
   void announce_updates(std::span<const ChunkId> chunks);
   void forget_announced() { stream_.forget_announced(); }
@@ -160,8 +160,8 @@ class StoredWeights final : public HomeStore {
     bool bound = false;  // its storage points into the window
   };
 
-  const StoredHomes homes_;
-  const std::vector<bool>& stored_;  // of homes_, per chunk
+  const ParamStoreSpec spec_;
+  const std::vector<bool>& stored_;  // of spec_, per chunk
   const ChunkStorages& storages_;
   ChunkStream& stream_;
   const SessionDevice& device_;

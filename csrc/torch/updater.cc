@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "torch/chunk_holds.h"
+#include "torch/chunk_pins.h"
 
 namespace castor {
 
@@ -50,7 +50,7 @@ void Updater::completed(ChunkId chunk) {
 
 void Updater::update_completed() {
   std::erase_if(completed_, [this](ChunkId chunk) {
-    if (parts_.gradients.in_parts(chunk) || aliased_(chunk)) {
+    if (parts_.gradients.in_several_passes(chunk) || aliased_(chunk)) {
       // More may come, or an alias be read, in what is left of backward: step() updates the chunk.
       return true;
     }
@@ -183,12 +183,12 @@ void Updater::run_now(std::span<const std::vector<ParamUpdate>> updates) {
       parts_.updates.begin(chunks.back());
     }
   }
-  const ChunkHolds held(parts_.runtime, parts_.device, chunks);
+  const ChunkPins held(parts_.runtime, parts_.device, chunks);
   std::size_t num_begun = 0;
   try {
     parts_.updates.run_all(updates, num_begun);
   } catch (const std::exception& error) {
-    if (num_begun > 0 || parts_.updates.together()) {  // others may have changed theirs
+    if (num_begun > 0 || parts_.updates.collective()) {  // others may have changed theirs
       parts_.integrity.broke("optimizer.step() failed when it had changed " +
                              std::to_string(num_begun) + " of " + std::to_string(updates.size()) +
                              " chunks (" + error.what() + ")");
@@ -212,12 +212,12 @@ void Updater::submit(ChunkId chunk, const std::vector<ParamUpdate>& updates) {
     }
   };
   // What is on the device stays there until it is updated, or until the queue has it.
-  const ChunkHolds held(parts_.runtime, parts_.device, std::span(&chunk, 1));
+  const ChunkPins held(parts_.runtime, parts_.device, std::span(&chunk, 1));
   if (parts_.places.on_device(chunk)) {
     // Behind what the device has been given, and before what it will be: nobody has to wait.
     attempt([&] { parts_.updates.run(chunk, updates); });
     count(updates);
-    if (parts_.updates.together()) {
+    if (parts_.updates.collective()) {
       // Other ranks may have it at home, and update it there in its turn.
       parts_.gate.close(index(chunk));
       attempt([&] {

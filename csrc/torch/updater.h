@@ -45,7 +45,7 @@ class Updater {
     const ChunkLayout& layout;
     std::span<const ParamHandle> params;
     ChunkUpdates& updates;
-    StatePlaces& places;
+    StateStore& places;
     GradientSink& gradients;
     Runtime& runtime;
     TensorGate& gate;

@@ -93,7 +93,7 @@ class Booster(Checkpoints):
         self._latest = weakref.ref(model)
         _boosters[model] = self
         checkpoint.make_resumable(dataloader)
-        checkpoint.check_read_alike(boosted_model_of(model), dataloader)
+        checkpoint.check_equal_loaders(boosted_model_of(model), dataloader)
         return model, optimizer, criterion, dataloader, lr_scheduler
 
     def release(self, model: nn.Module, *, drop_states: bool = False) -> None:
@@ -279,7 +279,7 @@ class Booster(Checkpoints):
         return {"loss": done.loss, "outputs": done.outputs}
 
     def _check_releasable(self, model: nn.Module, engine: Engine, call: str) -> None:
-        if engine.ranks or engine.parts or engine.device.type != "cpu":
+        if engine.ranks or engine.model_shards or engine.device.type != "cpu":
             where = "is on a GPU" if engine.device.type != "cpu" else "is shared by several ranks"
             raise NotImplementedError(
                 f"this {type(model).__name__} {where}, and {call} takes models of one "

@@ -342,7 +342,7 @@ class Checkpoints:
         shared = self._shared(model)
         savers = _savers(shared, optimizers)
         if shared is not None:
-            checkpoint.check_saved_alike(shared, savers, {**facts, "use_async": use_async})
+            checkpoint.check_equal_saves(shared, savers, {**facts, "use_async": use_async})
         engines = self._engines(model, optimizers, held=use_async)
         with turns(engines, "a save"):
             if not use_async and savers is None:
@@ -350,7 +350,7 @@ class Checkpoints:
             share = None
             if isinstance(shared, Engine) and savers is not None:
                 first = shared.ranks is None or shared.ranks.rank == 0
-                share = checkpoint.Share(savers, writes_whole=first)
+                share = checkpoint.Share(savers, writes_replicated=first)
             return checkpoint.save_reading(engines, share, save, later=use_async)
 
     def _engines(
@@ -388,9 +388,9 @@ class Checkpoints:
         optimizers: Sequence[Optimizer] = (),
     ) -> Result:
         """Runs `work` on one of the ranks that share the model, and returns its result on all."""
-        parts_of = checkpoint.PartsOf(model, optimizers)
+        shard_finder = checkpoint.LocalShards(model, optimizers)
         shared = self._shared(model)
-        return work() if shared is None else shared.on_first(work, parts_of)
+        return work() if shared is None else shared.on_first(work, shard_finder)
 
 
 def _model_of(optimizer: Optimizer, model: nn.Module | None) -> nn.Module | None:
@@ -405,4 +405,4 @@ def _savers(shared: BoostedModel | None, optimizers: Sequence[Optimizer]) -> Pee
         return None
     drivers = [checkpoint.driver_of(optimizer) for optimizer in optimizers]
     fused = all(driver is not None and driver.fused for driver in drivers)
-    return shared.savers if fused or shared.parts is not None else None
+    return shared.savers if fused or shared.model_shards is not None else None

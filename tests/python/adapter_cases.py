@@ -1,6 +1,6 @@
-"""What test_divided_adapters.py runs on ranks: `python adapter_cases.py NAME DIRECTORY`.
+"""What test_parallel_adapters.py runs on ranks: `python adapter_cases.py NAME DIRECTORY`.
 
-As in division_cases: models with LoRA of PEFT, whose layers, experts or sequences ranks divide.
+As in parallel_cases: models with LoRA of PEFT, whose layers, experts or sequences ranks divide.
 """
 
 import sys
@@ -14,9 +14,9 @@ import torch
 from torch import distributed, nn
 
 import castor
-from division_cases import BETWEEN, DEEP, INTERLEAVED, STAGES, Way, in_little, plain
 from grids import some
 from helpers import assert_equal, copies
+from parallel_cases import DEEP, INTERLEAVED, SPLIT_GATHER, STAGES, Way, in_little, plain
 from pipeline_cases import ZERO_BUBBLE
 from rank_rng_cases import dropped
 from tensor_cases import EXPERTS, FAMILIES, RING, STEPS, of_all, said, write
@@ -130,7 +130,7 @@ def refused(directory: Path) -> None:
     llama = FAMILIES["llama"]
     two = {"tp_size": 2}
     ways = {
-        "tokens": Way(adapted(llama), two | BETWEEN),
+        "tokens": Way(adapted(llama), two | SPLIT_GATHER),
         "dora": Way(adapted(llama, use_dora=True), two),
         "embedding": Way(adapted(llama, target_modules=["embed_tokens"]), two),
         "copied": Way(adapted(llama, modules_to_save=["lm_head"]), two),

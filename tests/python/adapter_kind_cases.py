@@ -9,7 +9,7 @@ import peft
 
 import as_rank
 from adapter_cases import LLAMAS, adam
-from division_cases import STAGES, Way
+from parallel_cases import STAGES, Way
 from tensor_cases import FAMILIES, write
 from zoo import Case
 

@@ -144,7 +144,7 @@ class EnduringRun:
         self.what_happened.append(type(error).__name__)
 
     def _whole(self) -> bool:
-        return bool(engine_of(self.run.model).session.whole)
+        return bool(engine_of(self.run.model).session.consistent)
 
     def _check_nothing_goes_on(self) -> None:
         booster, model, optimizer = self.run

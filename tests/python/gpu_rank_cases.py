@@ -166,8 +166,8 @@ def edits(directory: Path) -> None:
                 seen += helpers.copies(model.parameters())
                 for state in optimizer.state_dict()["state"].values():
                     seen += [state["exp_avg"].clone(), state["exp_avg_sq"].clone()]
-            promoted = booster.report(model).resident_chunks
-            torch.save((seen, promoted), directory / f"{precision}.{rank}.pt")
+            resident = booster.report(model).resident_chunks
+            torch.save((seen, resident), directory / f"{precision}.{rank}.pt")
 
 
 def clips(directory: Path) -> None:

@@ -281,7 +281,7 @@ def go_on(boosted: Boosted, first: int = 0, steps: int = 4, *, width: int = 32) 
 def exact_state(boosted: Boosted) -> list[torch.Tensor]:
     """Weights, masters and float32 moments."""
     engine = engine_of(boosted.model)
-    engine.session.send_home()
+    engine.session.move_to_host()
     state = copies(boosted.model.parameters())
     for i in range(len(engine.params)):
         master = engine.session.master(i)

@@ -129,7 +129,7 @@ def exchange_by_plan(directory: Path) -> None:
     found = {}
     for file in sorted(directory.glob("*/plan.json")):
         planned = boosted_by(file)
-        ranks = engine_of(planned.model).parts.ranks
+        ranks = engine_of(planned.model).model_shards.ranks
         noted = Noted(ranks.tensors)
         object.__setattr__(ranks, "tensors", noted)
         for _ in range(2):  # in the first step blocks that run again are compared

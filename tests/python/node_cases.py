@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 
-import rank_home_cases
+import shared_host_storage_cases
 import tensor_cases
 from castor.runtime.engine import engine_of
 from grids import some
@@ -72,12 +72,12 @@ def on_three_nodes(directory: Path) -> None:
 
 
 def events(directory: Path) -> None:
-    """rank_home_cases.eventful, on nodes and over the group."""
+    """shared_host_storage_cases.eventful, on nodes and over the group."""
     with _of_rank() as rank:
         for name in EVENTFUL:
             for link in ("node", "group"):
                 os.environ["CASTOR_RANK_LINK"] = link
-                seen = rank_home_cases.eventful(name, (rank,), directory)
+                seen = shared_host_storage_cases.eventful(name, (rank,), directory)
                 torch.save(seen, directory / f"{name}.{link}.{rank}.pt")
                 distributed.barrier()
 

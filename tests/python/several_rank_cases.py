@@ -497,7 +497,7 @@ def of_decay(model: nn.Module) -> list[Optimizer]:
     return [AdamW(matrices, lr=1e-3, weight_decay=0.1), AdamW(others, lr=2e-3)]
 
 
-def boost_divided(make: Make, **settings: Any) -> Run:
+def boost_sharded(make: Make, **settings: Any) -> Run:
     """A llama of which ranks have parts."""
     case = _zoo("llama", make)
     model = case.build()
@@ -522,7 +522,7 @@ def divided(directory: Path) -> None:
     """Two ranks have parts of layers, or compute half the tokens with whole ones."""
     with _of_rank() as rank:
         for name, (make, _) in DIVIDED.items():
-            run = boost_divided(make, **{name: 2})
+            run = boost_sharded(make, **{name: 2})
             losses = [run.step(step, [step])[0] for step in range(3)]
             run.booster.save(directory / name, run.model, run.optimizers)
             losses += [run.step(step, [step])[0] for step in range(3, 6)]
@@ -536,7 +536,7 @@ def divided(directory: Path) -> None:
             (of_decay, {"pp_size": 2, "num_microbatches": 2}),
         ]
         for unfit, sizes in mixed:
-            print(_refused(lambda: boost_divided(unfit, **sizes)))  # noqa: B023
+            print(_refused(lambda: boost_sharded(unfit, **sizes)))  # noqa: B023
 
 
 def _vectors(model: nn.Module) -> list[nn.Parameter]:

@@ -738,7 +738,7 @@ def activation_bytes(directory: Path) -> None:
     write(directory, "activation_bytes", found)
 
 
-def divided_loss(directory: Path) -> None:
+def vocab_parallel_loss(directory: Path) -> None:
     """Losses of causal models, of which nobody has all logits."""
     found: dict[str, Any] = {}
     size = distributed.get_world_size()
@@ -772,7 +772,7 @@ def divided_loss(directory: Path) -> None:
         lambda: boost(FAMILIES["llama"], 2, parallel_output=True,
                       tp_plan={"model.layers.*.mlp.down_proj": "rowwise_split_input"})
     )  # fmt: skip
-    write(directory, "divided_loss", found)
+    write(directory, "vocab_parallel_loss", found)
 
 
 def _own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

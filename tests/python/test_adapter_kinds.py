@@ -8,7 +8,7 @@ import pytest
 import adapter_kind_cases
 from adapter_cases import adam
 from adapter_kind_cases import KINDS, STEPS
-from division_cases import STAGES, Way, plain
+from parallel_cases import STAGES, Way, plain
 from rank_processes import found
 from tensor_cases import LOSS
 

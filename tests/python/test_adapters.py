@@ -101,7 +101,7 @@ def test_several_adapters_and_whole_modules_go_where_peft_looks_for_them(tmp_pat
     assert_written_as_peft_does(boosted.model, tmp_path / "mine", tmp_path / "theirs")
 
 
-def test_adapters_whose_home_is_nvme_are_written(tmp_path: Path) -> None:
+def test_adapters_stored_on_nvme_are_written(tmp_path: Path) -> None:
     scratch = tmp_path / "nvme"
     scratch.mkdir()
     embedding = 4 * 256 * 48  # bytes, the largest chunk

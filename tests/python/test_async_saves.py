@@ -202,7 +202,7 @@ def test_copies_take_half_of_what_the_budget_has_left_and_updates_of_the_rest_wa
         booster.save(tmp_path / "beside", model, optimizer, use_async=True)
         assert disk.reached.wait(60)
         assert needed < boosted.report().host_bytes <= needed + 16 * 2**10
-        assert session.reads_held
+        assert session.reads_awaited
         if of_weights:
             waits(lambda: [param.data.mul_(2.0) for param in model.parameters()], disk)
         else:
@@ -352,7 +352,7 @@ def test_what_lies_on_nvme_is_held(overlap: str, state_format: str, tmp_path: Pa
     assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
 
 
-def test_chunks_that_were_promoted(tmp_path: Path) -> None:
+def test_chunks_that_were_resident(tmp_path: Path) -> None:
     boosted = boost(tower(), chunk_bytes=4096, overlap="forward")
     booster, model, optimizer = boosted
     for seed in range(4):

@@ -185,7 +185,7 @@ def test_the_step_that_is_predicted_is_the_step_that_runs(
     assert report.recomputed_blocks == report.activation_blocks - min(
         kept, report.activation_blocks
     )
-    assert (report.kept_activation_bytes > 0) == (kept > 0)
+    assert (report.saved_activation_bytes > 0) == (kept > 0)
     assert (report.recompute_seconds > 0) == (report.recomputed_blocks > 0)
     assert report.divergent_steps == 0
     assert_equal(copies(boosted.model.parameters()), copies(plain.model.parameters()))
@@ -338,7 +338,7 @@ def test_a_shortage_in_mid_forward_recomputes_the_blocks_that_come(
     for number in range(5):
         hook = None
         if number == 3:  # somebody keeps more, from the first module on, than the margin of a block
-            more = 2 * boosted.report().kept_activation_bytes // 5 // 4
+            more = 2 * boosted.report().saved_activation_bytes // 5 // 4
             hook = embedding.register_forward_hook(
                 lambda *_, more=more: held.append(torch.zeros(more, device=device))
             )
@@ -459,10 +459,10 @@ def test_what_a_block_kept_until_it_failed_is_free_again(monkeypatch: pytest.Mon
     before: list[int] = []
 
     def takes_the_rest(*_: Any) -> None:
-        before.append(session.moment()[1] - sum(tensor.nbytes for tensor in held))
+        before.append(session.step_position()[1] - sum(tensor.nbytes for tensor in held))
         held.clear()  # the second time, in which the block is recomputed
         if len(before) == 1:
-            left = budget - session.moment()[1] - (64 << 10)
+            left = budget - session.step_position()[1] - (64 << 10)
             held.append(torch.zeros(left, dtype=torch.uint8, device=device))
 
     for number in range(4):

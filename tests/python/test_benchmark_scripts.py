@@ -119,7 +119,7 @@ def test_quick_runs_write_the_figures_of_the_status_page(results: Path) -> None:
 
 
 @pytest.mark.whole
-def test_contenders_of_the_gpu_benchmark_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_of_the_gpu_benchmark_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, as far as they run there: DeepSpeed's are left to a GPU."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     session = importlib.import_module("_gpu_session")

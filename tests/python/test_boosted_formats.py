@@ -227,7 +227,7 @@ def test_loaded_weights_are_their_own_masters(state_format: str, whole: bool) ->
             assert equal(master, old), name
 
 
-def test_a_write_at_home_takes_effect_and_leaves_the_others_their_masters() -> None:
+def test_a_write_on_the_host_takes_effect_and_leaves_the_others_their_masters() -> None:
     boosted = bf16(tower(), "split")
     go_on(boosted)
     before = engine_of(boosted.model).session.master(0).clone()

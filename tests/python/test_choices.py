@@ -25,15 +25,15 @@ class Steps:
         config = write(directory, SMALL | {"n_layer": blocks})
         self.estimator = Estimator(config, Workload(sequence=64, activations="auto"))
         self.step = self.estimator.step(8)
-        self.events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in self.step.moments]
+        self.events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in self.step.trace]
 
     def choosing(self, device_memory: str, link: str) -> Callable[[Decisions], Choice]:
         """Gives choices on a machine."""
         on = small_machine(device_memory=device_memory, flops="100G", h2d=link, d2h=link)
-        seconds = [seconds_of(moment, on) for moment in self.step.moments]
+        seconds = [seconds_of(event, on) for event in self.step.trace]
 
         def choice(decisions: Decisions) -> Choice:
-            spans = spans_of(self.step.runs, decisions, Link(on.h2d, beside=True), seconds)
+            spans = spans_of(self.step.runs, decisions, Link(on.h2d, overlapped=True), seconds)
             moved = _C.keep_activations(self.events, spans.seconds, spans.spans)
             found = self.estimator._simulator.run(
                 *moved, options(on, overlap=self.estimator.workload.overlap)

@@ -39,7 +39,7 @@ def test_a_dispatch_mode_sees_the_operators_of_the_model_alone() -> None:
     assert seen[0] == seen[1]
 
 
-def test_a_dispatch_mode_does_not_see_what_promoted_chunks_keep_of_their_parameters() -> None:
+def test_a_dispatch_mode_does_not_see_what_resident_chunks_keep_of_their_parameters() -> None:
     seen = []
     for policy in ("auto", "cpu"):
         boosted = boost(tower(), precision="bf16", placement_policy=policy)

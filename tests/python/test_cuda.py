@@ -76,14 +76,14 @@ def test_square_norms_agree_with_float64(gpu: Accelerator) -> None:
 
 def test_a_copy_is_ordered_with_the_current_stream(gpu: Accelerator) -> None:
     engine, pinned = gpu.castor.CopyEngine(0), gpu.castor.PinnedArena(0)
-    home, back = pinned.empty(1 << 24), pinned.empty(1 << 24)
+    host, back = pinned.empty(1 << 24), pinned.empty(1 << 24)
     slot = gpu.castor.DeviceArena(0).empty(1 << 24)
     for stream in (gpu.torch.current_stream(), gpu.torch.Stream()):
         with gpu.torch.stream(stream):
             for value in range(1, 20):
-                home.fill_(value)
+                host.fill_(value)
                 slot.fill_(0)
-                ticket = engine.submit(slot, home)
+                ticket = engine.submit(slot, host)
                 engine.order(ticket)
                 slot.add_(1)
                 engine.wait(engine.submit(back, slot))
@@ -93,10 +93,10 @@ def test_a_copy_is_ordered_with_the_current_stream(gpu: Accelerator) -> None:
 
 def test_pinned_memory_is_page_locked_and_readable_in_place(gpu: Accelerator) -> None:
     arena = gpu.castor.PinnedArena(0)
-    home = arena.empty((5 << 20) + 1)
-    assert home.is_pinned()
+    host = arena.empty((5 << 20) + 1)
+    assert host.is_pinned()
     assert arena.registered_bytes == (5 << 20) + os.sysconf("SC_PAGE_SIZE")
-    del home
+    del host
     assert arena.registered_bytes == 0
 
 

@@ -290,7 +290,7 @@ def weights_and_masters(boosted: Boosted) -> tuple[list[torch.Tensor], list[torc
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
 def test_edits_reach_the_masters(place: dict[str, Any]) -> None:
     """At home a remainder outlives an edit: half a step of bf16 (docs/design/0012)."""
     half_a_step = 2.0**-11  # above 0.125
@@ -314,9 +314,9 @@ def test_edits_reach_the_masters(place: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("where", ["zeros, streamed", "zeros, promoted", "on the device"])
+@pytest.mark.parametrize("where", ["zeros, streamed", "zeros, resident", "on the device"])
 def test_edits_are_bitwise_where_the_old_weights_are_known(where: str) -> None:
-    place = {} if where == "zeros, promoted" else STAY
+    place = {} if where == "zeros, resident" else STAY
     results = []
     for state_format in ("fp32", "split"):
         boosted = on_gpu(tower(), precision="bf16", optim_state_format=state_format, **place)
@@ -420,13 +420,13 @@ def test_chunks_leave_until_what_came_free_is_one_piece(gpu: Accelerator) -> Non
     """Of an H100, 590 MiB were refused while 3.4 GiB lay free in pieces (steps of 18B)."""
     boosted = on_gpu(wide(gpu), 64 * layer_bytes(gpu))
     train_wide(boosted)
-    promoted = boosted.report().resident_chunks
-    assert promoted >= 4
+    resident = boosted.report().resident_chunks
+    assert resident >= 4
     before = gpu.torch.gpu.refusals()
     gpu.torch.gpu.refuse_tensor(1, times=3)
     piece = torch.empty(layer_bytes(gpu), dtype=torch.uint8, device=gpu.device)
     assert gpu.torch.gpu.refusals() == before + 3
-    assert 0 < boosted.report().resident_chunks < promoted - 1
+    assert 0 < boosted.report().resident_chunks < resident - 1
     del piece
     gpu.torch.gpu.refuse_tensor(1, times=1000)
     with pytest.raises(torch.OutOfMemoryError, match="the simulated device refuses"):

@@ -21,7 +21,7 @@ from castor.checkpoint.files import PIECE_BYTES, NewFile, read_pieces, write_beh
 from castor.checkpoint.pace import Pace
 from castor.checkpoint.tensor_bytes import memory_of, pieces
 from castor.checkpoint.writer import Writer
-from castor.runtime.model_parts import Runs
+from castor.runtime.model_shards import Runs
 
 
 def test_a_file_that_another_container_writes_is_not_abandoned(

@@ -35,7 +35,7 @@ from pipeline_cases import MICROBATCHES, batch
 from pipeline_cases import plain as plain_of
 from rank_processes import assert_said, found, found_by_each, run
 from tensor_cases import LOSS
-from tensor_cases import boost as boost_whole
+from tensor_cases import boost as boost_unsharded
 from test_layouts import cluster
 from zoo import Case
 
@@ -98,7 +98,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("kind", COMPOSED)
-def test_stages_go_with_parts_and_copies(kind: str, composed: Any) -> None:
+def test_stages_go_with_shards_and_replicas(kind: str, composed: Any) -> None:
     assert composed[kind] == pytest.approx(plain(kind.split()[0]), rel=LOSS)
 
 
@@ -111,7 +111,7 @@ def test_what_some_stages_save_others_go_on_with(kind: str, composed: Any) -> No
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("saved")
-    alone = boost_whole(T5, 1)
+    alone = boost_unsharded(T5, 1)
     _steps(T5, alone, range(3))
     alone.booster.save(directory / "alone", alone.model, alone.optimizer)
     return directory, found(encoder_stage_cases.saved, 2, directory), _steps(T5, alone, range(3, 6))
@@ -137,7 +137,7 @@ def _steps(case: Case, boosted: Boosted, seeds: range) -> list[float]:
 def test_what_stages_save_is_what_one_process_saves(name: str, saved: Any, tmp_path: Path) -> None:
     directory, later, _ = saved
     case = FAMILIES[name]
-    boosted = boost_whole(case, 1)
+    boosted = boost_unsharded(case, 1)
     boosted.booster.save_model(boosted.model, tmp_path / "fresh")
     theirs = directory / f"{name}-fresh" / "model.safetensors"
     assert (tmp_path / "fresh" / "model.safetensors").read_bytes() == theirs.read_bytes()
@@ -206,7 +206,7 @@ def test_four_stages_generate(composed: Any) -> None:
 @cache
 def norm() -> float:
     """Of the gradients of two batches, in one process."""
-    boosted = boost_whole(T5, 1)
+    boosted = boost_unsharded(T5, 1)
     _steps(T5, boosted, range(STEPS))
     for cut in (10, 8):
         short = {key: value[:, :cut].contiguous() for key, value in batch(T5, STEPS).items()}

@@ -381,10 +381,10 @@ def test_checkpointing_recomputes_and_takes_less_memory(tmp_path: Path) -> None:
     config = write(tmp_path, SMALL)
     plain = Estimator(config, Workload(sequence=64)).step(4)
     saved = Estimator(config, Workload(sequence=64, activations="recompute")).step(4)
-    peaks = [max(m.nonmodel_bytes for m in step.moments) for step in (plain, saved)]
+    peaks = [max(m.nonmodel_bytes for m in step.trace) for step in (plain, saved)]
     assert peaks[1] < peaks[0]
     assert saved.flops > plain.flops
-    enters = [sum(m.kind == FORWARD_ENTER for m in step.moments) for step in (plain, saved)]
+    enters = [sum(m.kind == FORWARD_ENTER for m in step.trace) for step in (plain, saved)]
     assert enters[1] > enters[0]
 
 
@@ -421,13 +421,13 @@ def test_decisions_are_the_fastest_of_all_that_fit(tmp_path: Path) -> None:
     estimator = Estimator(config, workload)
     step = estimator.step(8)
     margin = max(run.input_bytes for run in step.runs)
-    events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in step.moments]
+    events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in step.trace]
     counts = []
     for memory in ("3MiB", "5MiB", "8MiB", "12MiB", "64MiB"):
         on = small_machine(device_memory=memory, flops="100G")
         decided = estimator.simulate(step, on)
         counts.append(decided["recomputed_blocks"] + decided["offloaded_blocks"])
-        seconds = [sum(flops / on.flops for flops, _ in m.work) for m in step.moments]
+        seconds = [sum(flops / on.flops for flops, _ in m.work) for m in step.trace]
         times = []
         for decisions in itertools.product(("keep", "recompute", "offload"), repeat=4):
             spans = spans_of(step.runs, decisions, Link(min(on.h2d, on.d2h), True), seconds)
@@ -447,7 +447,7 @@ def test_the_step_of_recomputed_blocks_is_that_of_a_real_one(tmp_path: Path) -> 
     workload = Workload(sequence=64, precision="fp32", state_format="fp32", activations="recompute")
     step = Estimator(write(tmp_path, SMALL), workload).step(2)
     real = train("64MiB", activations="recompute").trace()
-    assert [(m.kind, m.position) for m in step.moments] == [event[:2] for event in real]
+    assert [(m.kind, m.position) for m in step.trace] == [event[:2] for event in real]
 
 
 def test_tiles_of_logits_are_predicted(tmp_path: Path) -> None:
@@ -456,7 +456,7 @@ def test_tiles_of_logits_are_predicted(tmp_path: Path) -> None:
     estimator = Estimator(write(tmp_path, config), workload)
     step = estimator.step(8)
     on = small_machine(device_memory="128MiB")
-    whole = max(moment.nonmodel_bytes for moment in step.moments)
+    whole = max(event.nonmodel_bytes for event in step.trace)
     found = estimator.simulate(step, on)
     assert found["rows_per_tile"] == 69  # 16 MiB
     real = train("128MiB", model=config, batch=8).report()["peak_nonmodel_bytes"]
@@ -478,7 +478,7 @@ def test_meta_step_has_the_events_of_a_real_one(gather: bool, tmp_path: Path) ->
         sequence=64, precision="fp32", state_format="fp32", gather_embeddings=gather
     )
     estimator = Estimator(write(tmp_path, SMALL), workload)
-    recorded = estimator.step(2).moments
+    recorded = estimator.step(2).trace
     real = train("64MiB", gather_embeddings=gather).trace()
     assert [(m.kind, m.position) for m in recorded] == [e[:2] for e in real]
     ready = [m.position for m in recorded if m.kind == GRAD_READY]
@@ -499,7 +499,7 @@ def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(
     nonmodel = reference.report()["peak_nonmodel_bytes"]
     param_bytes = sum(chunk["used_bytes"] for chunk in reference.chunks())
     largest = max(chunk["capacity_bytes"] for chunk in reference.chunks())
-    promoted = []
+    resident = []
     for share in (0.2, 0.35, 0.5, 0.8, 1.2, 2.5, 6.0):
         budget = nonmodel + max(int(share * param_bytes), 2 * largest)
         real = train(budget, gather_embeddings=gather)
@@ -510,16 +510,16 @@ def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(
             options=OPTIONS
             | {"device_bytes": budget, "gradient_copies": "synchronous", "margin_ratio": 1.0},
         )
-        promoted.append(step["num_resident"])
+        resident.append(step["num_resident"])
         assert step["num_resident"] == real.report()["resident_chunks"]
         fetched = sum(t[7] for t in timeline["transfers"] if t[0] == "fetch")
         assert step["peak_device_bytes"] == timeline["peak_device_bytes"]
         assert step["h2d_bytes"] == fetched
         assert step["host_bytes"] == real.report()["host_bytes"]
-    assert promoted[0] == 0
-    assert promoted == sorted(promoted)
+    assert resident[0] == 0
+    assert resident == sorted(resident)
     apart = 1 if gather else 0  # that of the positions; the words' weight is the head's too
-    assert promoted[-1] == len(reference.chunks()) - apart
+    assert resident[-1] == len(reference.chunks()) - apart
 
 
 # --- machines -----------------------------------------------------------------------------------
@@ -563,16 +563,16 @@ def test_simulator_refuses_an_unknown_mode() -> None:
     step = simulator.run([(0, 0, 0, 0), (1, 0, 0, 0)], [1.0, 0.0], OPTIONS)
     # The copy of 64 bytes, a second of computing, and 28 bytes an element of Adam.
     assert step["step_seconds"] == 64 + 1 + 28 * 16
-    promoted = simulator.run(
+    resident = simulator.run(
         [(0, 0, 0, 0), (1, 0, 0, 0), (3, 0, 0, 0)],
         [1.0, 0.0, 0.0],
         OPTIONS | {"margin_ratio": 1.0, "device_memory_bytes_per_second": 7.0},
     )
-    assert promoted["num_resident"] == 1
-    assert promoted["step_seconds"] == 1 + 28 * 16 / 7, "nothing is copied"
-    assert promoted["h2d_bytes"] == promoted["d2h_bytes"] == 0
-    assert promoted["peak_device_bytes"] == 64 + 16 * 16, "beside the window of a gradient"
-    assert promoted["host_bytes"] == step["host_bytes"]
+    assert resident["num_resident"] == 1
+    assert resident["step_seconds"] == 1 + 28 * 16 / 7, "nothing is copied"
+    assert resident["h2d_bytes"] == resident["d2h_bytes"] == 0
+    assert resident["peak_device_bytes"] == 64 + 16 * 16, "beside the window of a gradient"
+    assert resident["host_bytes"] == step["host_bytes"]
     for key in ("parameter_copies", "update_cores", "overlap"):
         with pytest.raises(ValueError, match="nonsense"):
             simulator.run([], [], OPTIONS | {key: "nonsense"})

@@ -182,6 +182,6 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found_by_each(expert_cases.experts_refused, 2, tmp_path_factory.mktemp("refused"))
 
 
-def test_layers_and_experts_are_divided_among_the_same_ranks() -> None:
+def test_layers_and_experts_are_sharded_over_the_same_ranks() -> None:
     with pytest.raises(NotImplementedError, match="ep_size=2 does not go with tp_size=4"):
         castor.HybridParallelPlugin(device="cpu", tp_size=4, ep_size=2)

@@ -57,7 +57,7 @@ def test_ranks_that_keep_other_parameters_are_refused(trained: Any) -> None:
         assert "keep_fp32" in said
 
 
-def test_divided_models_have_the_types_and_losses_of_whole_ones(tmp_path: Path) -> None:
+def test_sharded_models_have_the_types_and_losses_of_full_ones(tmp_path: Path) -> None:
     succeeded(run(island_rank_cases.divided, 2, tmp_path, timeout=300))
     losses, types = island_rank_cases.alone()
     assert set(types.values()) == {torch.float32, torch.bfloat16}

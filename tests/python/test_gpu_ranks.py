@@ -145,13 +145,13 @@ def test_ranks_have_whole_chunks_on_the_device_where_there_is_room(
             assert report["peak_device_bytes"] <= report["device_budget_bytes"] < 2**20
 
 
-def test_each_rank_has_its_own_homes_and_says_so(simgpu: str, trained: Any) -> None:
+def test_each_rank_has_its_own_host_storage_and_says_so(simgpu: str, trained: Any) -> None:
     """Of weights and gradients all, of states its part; and what passes between ranks."""
     weights, _, report = trained(simgpu, 2, "tight", 0)
     assert report["rank_shared_bytes"] == 0
     assert report["rank_link"] == (
-        "memory that the ranks of this machine share, but not homes: on GPUs each rank has its "
-        "own, page-locked"
+        "memory that the ranks of this machine share, but not host storage: on GPUs each rank "
+        "has its own, page-locked"
     )
     elements = sum(weight.numel() for weight in weights)
     assert report["host_bytes"] >= elements * (4 + 4 + 8 // 2)

@@ -64,7 +64,7 @@ def gpt2(**settings: Any) -> Boosted:
     return boost(CASES["gpt2"].model(), **settings)
 
 
-def promoted_tower(steps: int = 2, **settings: Any) -> Boosted:
+def resident_tower(steps: int = 2, **settings: Any) -> Boosted:
     """Wholly on the device by now."""
     boosted = boost(tower(), **settings)
     for seed in range(steps):
@@ -108,7 +108,7 @@ def assert_same(actual: Boosted, expected: Boosted) -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("max_norm", [0.0, 0.1])
 @pytest.mark.parametrize(("precision", "state_format"), FORMATS)
-def test_promotion_changes_no_bit(
+def test_resident_chunks_change_no_bit(
     precision: str, state_format: str, max_norm: float, accumulate: int
 ) -> None:
     settings: dict[str, Any] = {
@@ -140,7 +140,7 @@ def test_updates_in_backward_give_the_same_bits(precision: str, state_format: st
 
 
 @OF_THE_CPU_DEVICE
-def test_other_optimizers_run_on_promoted_chunks() -> None:
+def test_other_optimizers_run_on_resident_chunks() -> None:
     weights = []
     for settings in (STAY, {}):
         model = tower()
@@ -152,7 +152,7 @@ def test_other_optimizers_run_on_promoted_chunks() -> None:
     assert all(equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-def test_frozen_chunks_are_promoted_as_well() -> None:
+def test_frozen_chunks_are_resident_as_well() -> None:
     def build() -> nn.Module:
         model = tower()
         for layer in list(model.layers)[:3]:
@@ -170,7 +170,7 @@ def test_frozen_chunks_are_promoted_as_well() -> None:
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
-def test_chunks_whose_state_is_on_nvme_are_not_promoted(tmp_path: Path, overlap: str) -> None:
+def test_chunks_whose_state_is_on_nvme_are_not_resident(tmp_path: Path, overlap: str) -> None:
     expected = train(gpt2(**STAY), 5)
     boosted = gpt2(overlap=overlap, nvme_path=tmp_path, nvme_offload_fraction=0.5)
     assert_same_weights(train(boosted, 5).model, copies(expected.model.parameters()))
@@ -180,8 +180,8 @@ def test_chunks_whose_state_is_on_nvme_are_not_promoted(tmp_path: Path, overlap:
 # --- which chunks, and what it saves ------------------------------------------------------------
 
 
-def test_promoted_chunks_do_not_cross_the_link() -> None:
-    boosted = promoted_tower(link_bandwidth="1GB/s")
+def test_resident_chunks_do_not_cross_the_link() -> None:
+    boosted = resident_tower(link_bandwidth="1GB/s")
     before = boosted.report()
     boosted.step(loss_of(boosted.model, 2))
     after = boosted.report()
@@ -192,7 +192,7 @@ def test_promoted_chunks_do_not_cross_the_link() -> None:
 
 
 def test_the_gradients_that_arrive_last_come_first() -> None:
-    whole = promoted_tower().report()
+    whole = resident_tower().report()
     spare = boost(tower(), whole.peak_device_bytes * 2 // 3)
     for seed in range(4):
         spare.step(loss_of(spare.model, seed))
@@ -203,8 +203,8 @@ def test_the_gradients_that_arrive_last_come_first() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5, 1.0])
-def test_the_ratio_bounds_what_is_promoted(ratio: float) -> None:
-    whole = promoted_tower().report()
+def test_the_ratio_bounds_what_is_resident(ratio: float) -> None:
+    whole = resident_tower().report()
     memory = beside_gradients(whole.peak_nonmodel_bytes + 2 * whole.resident_bytes, tower())
     boosted = boost(tower(), memory, gpu_margin_mem_ratio=ratio)
     for seed in range(3):
@@ -217,7 +217,7 @@ def test_the_ratio_bounds_what_is_promoted(ratio: float) -> None:
 
 
 @pytest.mark.parametrize("policy", ["cpu", "cuda", "static"])
-def test_only_auto_promotes(policy: str) -> None:
+def test_only_auto_makes_chunks_resident(policy: str) -> None:
     boosted = boost(tower(), placement_policy=policy, **STAY)
     for seed in range(3):
         boosted.step(loss_of(boosted.model, seed))
@@ -235,7 +235,7 @@ def test_a_ratio_out_of_range_is_refused(ratio: float) -> None:
 
 
 def test_the_report_tells() -> None:
-    boosted = promoted_tower(steps=3)
+    boosted = resident_tower(steps=3)
     assert "\nresident  " in str(boosted.report())
     assert "Resident" in castor.report.summary(boosted.booster)
     session = engine_of(boosted.model).session
@@ -273,8 +273,8 @@ def test_tensors_held_from_before_keep_up() -> None:
     assert_same(boosted, reference)
 
 
-def test_aliases_made_on_the_device_follow_home() -> None:
-    boosted = promoted_tower()
+def test_aliases_made_on_the_device_follow_to_the_host() -> None:
+    boosted = resident_tower()
     weight = boosted.model.layers[0].weight
     loss_of(boosted.model, 5).backward()
     alias, part = weight.detach()[1:], weight.grad[:2]
@@ -334,7 +334,7 @@ def test_edits_of_gradients_count() -> None:
 
 
 def test_tensors_outlive_the_model() -> None:
-    boosted = promoted_tower()
+    boosted = resident_tower()
     held = list(boosted.model.parameters())
     moments = [entry["exp_avg"] for entry in boosted.optimizer.state.values()]
     expected = copies([*held, *moments])
@@ -347,8 +347,8 @@ def test_tensors_outlive_the_model() -> None:
 
 
 @OF_THE_CPU_DEVICE
-def test_an_array_made_of_a_promoted_chunk_outlives_the_model() -> None:
-    boosted = promoted_tower()
+def test_an_array_made_of_a_resident_chunk_outlives_the_model() -> None:
+    boosted = resident_tower()
     arrays = [p.detach().numpy() for p in boosted.model.parameters()]
     expected = copies(boosted.model.parameters())
     del boosted
@@ -396,7 +396,7 @@ def test_memory_that_is_needed_after_all_comes_back(phase: str, settings: dict[s
                 handle.remove()
         return boosted
 
-    whole = promoted_tower(**settings).report()
+    whole = resident_tower(**settings).report()
     window = whole.peak_device_bytes - whole.resident_bytes
     memory = whole.resident_bytes + window
     size = memory - 2 * window - 6 * whole.chunk_bytes
@@ -407,24 +407,24 @@ def test_memory_that_is_needed_after_all_comes_back(phase: str, settings: dict[s
     assert after.d2h_bytes > after.num_chunks * after.chunk_bytes, "it did go home"
 
 
-def test_longer_batches_shrink_the_promotion_once() -> None:
-    short = promoted_tower(steps=4).report()
+def test_longer_batches_evict_resident_chunks_once() -> None:
+    short = resident_tower(steps=4).report()
     memory = short.peak_device_bytes
 
     def run(**settings: Any) -> tuple[Boosted, list[float], list[int]]:
-        boosted, losses, promoted = boost(tower(), memory, **settings), [], []
+        boosted, losses, resident = boost(tower(), memory, **settings), [], []
         for seed, rows in enumerate([8, 8, 8, 32, 32, 8, 32, 16, 32]):
             losses.append(boosted.step(loss_of(boosted.model, seed, rows)))
-            promoted.append(boosted.report().resident_chunks)
-        return boosted, losses, promoted
+            resident.append(boosted.report().resident_chunks)
+        return boosted, losses, resident
 
-    boosted, losses, promoted = run()  # by itself: what others take of a GPU counts there
+    boosted, losses, resident = run()  # by itself: what others take of a GPU counts there
     stays, expected, _ = run(**STAY)
     assert losses == expected
     assert_same(boosted, stays)
-    assert promoted[2] == short.num_chunks
-    assert 0 < promoted[-1] < short.num_chunks
-    assert len(set(promoted[4:])) == 1, "one peak is enough to learn from"
+    assert resident[2] == short.num_chunks
+    assert 0 < resident[-1] < short.num_chunks
+    assert len(set(resident[4:])) == 1, "one peak is enough to learn from"
 
 
 def test_an_error_that_streaming_gives_is_the_same_error() -> None:
@@ -443,8 +443,8 @@ def test_an_error_that_streaming_gives_is_the_same_error() -> None:
     assert messages[0].partition("available")[0] == messages[1].partition("available")[0]
 
 
-def test_a_skipped_step_leaves_promoted_chunks_alone() -> None:
-    boosted = promoted_tower(precision="fp16", initial_scale=2.0**8)
+def test_a_skipped_step_leaves_resident_chunks_alone() -> None:
+    boosted = resident_tower(precision="fp16", initial_scale=2.0**8)
     before = copies(boosted.model.parameters())
     boosted.booster.backward(loss_of(boosted.model, 7) * float("inf"), boosted.optimizer)
     with pytest.warns(RuntimeWarning, match="skipped"):
@@ -457,7 +457,7 @@ def test_a_skipped_step_leaves_promoted_chunks_alone() -> None:
 
 
 @pytest.mark.parametrize(("precision", "state_format"), FORMATS)
-def test_checkpoints_hold_promoted_chunks_and_load_into_them(
+def test_checkpoints_hold_resident_chunks_and_load_into_them(
     tmp_path: Path, precision: str, state_format: str
 ) -> None:
     settings: dict[str, Any] = {"precision": precision, "optim_state_format": state_format}
@@ -473,7 +473,7 @@ def test_checkpoints_hold_promoted_chunks_and_load_into_them(
 
 
 def test_state_dicts_go_in_and_out() -> None:
-    boosted, other = promoted_tower(steps=4), promoted_tower(steps=2)
+    boosted, other = resident_tower(steps=4), resident_tower(steps=2)
     other.model.load_state_dict(boosted.model.state_dict())
     other.optimizer.load_state_dict(boosted.optimizer.state_dict())
     assert_same(other, boosted)

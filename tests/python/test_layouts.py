@@ -17,7 +17,7 @@ import grids
 from castor import _C, HybridParallelPlugin
 from castor.cli import app
 from castor.config.layout_plan import ENVIRONMENT, read_plan
-from castor.config.names import BETWEEN_LAYERS, GRAD_READY
+from castor.config.names import GRAD_READY, SPLIT_GATHER
 from castor.distributed import Mode
 from castor.errors import UsageError
 from castor.estimate.cluster import Cluster, Link
@@ -86,21 +86,19 @@ def recorded(
 # What a rank does.
 
 
-def test_ranks_that_share_layers_do_a_part_of_the_work_and_send_what_megatron_does(
+def test_tensor_parallel_ranks_do_their_share_of_the_work_and_send_what_megatron_does(
     config: Path,
 ) -> None:
     whole = recorded(simulated_model(config)).passes[0]
     part = recorded(simulated_model(config, tensor_size=2)).passes[0]
     assert part.flops == whole.flops // 2
-    sums = [
-        sent for moment in part.forward for sent in moment.sent if sent.operation == "all_reduce"
-    ]
+    sums = [sent for event in part.forward for sent in event.sent if sent.operation == "all_reduce"]
     hidden = 2 * TOKENS * WIDTH * 4
     # Two of each block, and one of the embedding (Shoeybi et al. 2019, section 3).
     assert [one.num_bytes for one in sums] == [hidden] * (2 * BLOCKS + 1)
 
 
-def test_ranks_that_share_sequences_do_a_part_of_the_work(config: Path) -> None:
+def test_context_parallel_ranks_do_their_share_of_the_work(config: Path) -> None:
     whole = recorded(simulated_model(config)).passes[0]
     part = recorded(simulated_model(config, sequence_size=2)).passes[0]
     assert part.flops == pytest.approx(whole.flops / 2, rel=0.05)
@@ -151,7 +149,7 @@ def test_stages_together_are_the_model(config: Path, each: int) -> None:
 
 
 @pytest.mark.parametrize("mode", get_args(Mode))
-def test_stages_of_divided_sequences_are_the_model(config: Path, mode: Any) -> None:
+def test_stages_of_context_parallel_ranks_are_the_model(config: Path, mode: Any) -> None:
     """Hidden states of a rank's tokens go from stage to stage, and the loss is the last one's."""
     model = simulated_model(config, sequence_size=2, sequence_mode=mode)
     whole = recorded(model).passes[0]
@@ -162,7 +160,7 @@ def test_stages_of_divided_sequences_are_the_model(config: Path, mode: Any) -> N
 
 
 def exchanges(one: StagePass) -> list[Sent]:
-    return [sent for moment in (*one.forward, *one.backward) for sent in moment.sent]
+    return [sent for event in (*one.forward, *one.backward) for sent in event.sent]
 
 
 def two_blocks(model: SimulatedModel, **settings: Any) -> tuple[StagePass, StagePass]:
@@ -175,7 +173,7 @@ def two_blocks(model: SimulatedModel, **settings: Any) -> tuple[StagePass, Stage
 
 
 @pytest.mark.parametrize(("recomputes", "more"), [(False, 5 / 4), (True, 11 / 10)])
-def test_ranks_that_share_layers_may_have_their_tokens_of_what_lies_between(
+def test_tensor_parallel_ranks_may_be_sequence_parallel(
     config: Path, recomputes: bool, more: float
 ) -> None:
     """A block keeps half. What it exchanges is five quarters (0048-tokens-between-layers.md).
@@ -195,16 +193,16 @@ def test_ranks_that_share_layers_may_have_their_tokens_of_what_lies_between(
 
     kept, _ = of_a_block()
     kept_of_layers, exchanged = of_a_block(tensor_size=2)
-    kept_of_tokens, exchanged_of_tokens = of_a_block(tensor_size=2, divide_tokens=True)
+    kept_of_tokens, exchanged_of_tokens = of_a_block(tensor_size=2, sequence_parallel=True)
     random_state = 0 if recomputes else 16  # which attention keeps
     assert kept_of_tokens - random_state == (kept - random_state) / 2
     assert kept_of_layers > kept_of_tokens
     assert exchanged_of_tokens == pytest.approx(more * exchanged)
 
 
-def test_stages_of_tokens_between_layers_are_the_model(config: Path) -> None:
+def test_stages_of_sequence_parallel_layers_are_the_model(config: Path) -> None:
     """All tokens go from stage to stage, whichever stages of the model were recorded before."""
-    model = simulated_model(config, tensor_size=2, divide_tokens=True)
+    model = simulated_model(config, tensor_size=2, sequence_parallel=True)
     whole = recorded(model).passes[0]
     for each in (1, 3):
         ranks = [recorded(model, rank, 2, each) for rank in range(2)]
@@ -232,7 +230,7 @@ def test_halves_of_a_backward_are_the_whole(config: Path) -> None:
             assert two.flops == one.flops
             assert two.kept_bytes == one.kept_bytes
             weights, inputs = (
-                sum(flops for moment in moments for flops, _ in moment.work)
+                sum(flops for event in moments for flops, _ in event.work)
                 for moments in (two.of_weights, two.backward)
             )
             assert not one.of_weights
@@ -244,7 +242,7 @@ def test_halves_of_a_backward_are_the_whole(config: Path) -> None:
             else:
                 assert inputs == 0
                 assert two.kept_for_weights == one.kept_bytes + one.sent_bytes  # as its gradient
-            kinds = [moment.kind for moment in two.of_weights]
+            kinds = [event.kind for event in two.of_weights]
             assert kinds.count(GRAD_READY) == [m.kind for m in one.backward].count(GRAD_READY) - (
                 [m.kind for m in two.backward].count(GRAD_READY)
             )
@@ -274,7 +272,7 @@ def mixture_file(directory: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("count", [4, 5])
-def test_experts_are_chosen_alike(tmp_path: Path, count: int, precision: Any) -> None:
+def test_experts_are_chosen_the_same_way(tmp_path: Path, count: int, precision: Any) -> None:
     """A rank has some of them, and their choices of both ranks' samples; else it does its own."""
     path = mixture_file(tmp_path, num_local_experts=count)
     whole = recorded(simulated_model(path, precision=precision))
@@ -288,7 +286,7 @@ def test_experts_are_chosen_alike(tmp_path: Path, count: int, precision: Any) ->
     assert part.passes[0].flops - whole.passes[0].flops == 3 * more * of_an_expert * 2 * 3
     # Of a rank's tokens those that choose one of an other's experts; routing weights are in fp32.
     rows = math.ceil(2 * TOKENS * (1 - math.comb(count - own, 2) / math.comb(count, 2)))
-    sent = [sent for moment in part.passes[0].forward for sent in moment.sent]
+    sent = [sent for event in part.passes[0].forward for sent in event.sent]
     states = 2 * rows * WIDTH * element
     assert [(one.operation, one.num_bytes) for one in sent] == [
         ("all_to_all", states + 2 * rows * 2 * (4 + 4)), ("all_to_all", states)
@@ -297,7 +295,7 @@ def test_experts_are_chosen_alike(tmp_path: Path, count: int, precision: Any) ->
     assert whole.settled_bytes == recorded(simulated_model(path, tensor_size=2)).settled_bytes == 0
 
 
-def test_ranks_that_divide_experts_alone_take_other_samples() -> None:
+def test_expert_parallel_ranks_take_other_samples() -> None:
     on = cluster(ranks_per_node=4)
     some = layouts(on, batch=8, sequence=TOKENS, blocks=0, heads=4, experts=4)
     for one in some:
@@ -305,7 +303,7 @@ def test_ranks_that_divide_experts_alone_take_other_samples() -> None:
         assert one.rows * one.microbatches * takers == 8, one
 
 
-def test_experts_are_divided_with_layers_or_alone(tmp_path: Path) -> None:
+def test_experts_are_sharded_with_layers_or_alone(tmp_path: Path) -> None:
     found = LayoutSearch(
         mixture_file(tmp_path, num_hidden_layers=2),
         Workload(batch=2, sequence=TOKENS, precision="bf16", state_format="fp32"),
@@ -483,7 +481,7 @@ def test_layouts_use_all_ranks_and_all_samples() -> None:
 
 
 @pytest.mark.parametrize("heads", [0, 6])
-def test_heads_that_do_not_divide_are_not_divided(heads: int) -> None:
+def test_heads_that_do_not_divide_are_not_sharded(heads: int) -> None:
     found = list(layouts(cluster(), batch=8, sequence=TOKENS, blocks=BLOCKS, heads=heads))
     assert {one.tensor for one in found} == ({1, 2} if heads else {1})
     by_heads = {one.tensor * one.sequence for one in found if one.mode == "all_to_all"}
@@ -492,10 +490,10 @@ def test_heads_that_do_not_divide_are_not_divided(heads: int) -> None:
     assert modes == ({"all_gather", "ring_attn"} if heads else set())
 
 
-def test_tokens_between_layers_are_divided_evenly_by_ranks_that_divide_nothing_else() -> None:
+def test_sequence_parallel_ranks_shard_tokens_evenly_and_nothing_else() -> None:
     for sequence, sizes in ((TOKENS, {2, 4}), (30, {2}), (31, set())):
         found = layouts(cluster(), batch=8, sequence=sequence, blocks=BLOCKS, heads=4, experts=4)
-        of = [one for one in found if one.tokens_between_layers]
+        of = [one for one in found if one.sequence_parallel]
         assert {one.tensor for one in of} == sizes
         assert {one.sequence for one in of} <= {1}
         assert {one.experts == one.tensor for one in of} == ({True, False} if of else set())
@@ -654,7 +652,7 @@ def test_the_search_finds_what_comparing_all_does(
     assert [cost.seconds for cost in shown.fitting] == sorted(best.values())[:4]
     assert any(not cost.fits(NARROW.machine) for cost in every)
     assert {cost.layout.mode for cost in every} == set(get_args(Mode))
-    assert any(cost.layout.tokens_between_layers for cost in every)
+    assert any(cost.layout.sequence_parallel for cost in every)
     assert {cost.layout.style for cost in every} >= {"1f1b", "interleaved", "zbv"}
 
 
@@ -745,7 +743,7 @@ def test_what_attention_refuses_is_said(tmp_path: Path) -> None:
     assert modes == {"all_gather", "ring_attn"}
 
 
-def test_models_whose_blocks_castor_does_not_know_have_no_tokens_between_layers(
+def test_models_whose_blocks_castor_does_not_know_have_no_sequence_parallel_layouts(
     tmp_path: Path,
 ) -> None:
     sizes = {"d_model": WIDTH, "d_kv": 16, "d_ff": WIDTH, "num_layers": 2, "num_heads": 4}
@@ -756,7 +754,7 @@ def test_models_whose_blocks_castor_does_not_know_have_no_tokens_between_layers(
     found = search(path, batch=1).search(cluster(ranks_per_node=2), shown=9)
     assert "no row of blocks of a T5" in found.refused["layers among 2 (split_gather)"]
     assert any(cost.layout.tensor == 2 for cost in found.fitting)
-    assert not any(cost.layout.tokens_between_layers for cost in found.fitting)
+    assert not any(cost.layout.sequence_parallel for cost in found.fitting)
 
 
 def test_what_a_model_does_not_take_is_said(tmp_path: Path) -> None:
@@ -816,7 +814,7 @@ def test_a_plan_reaches_the_plugin(plan_file: Path, monkeypatch: pytest.MonkeyPa
     expected = HybridParallelPlugin(**plan["layout"], device="cpu", device_memory="64MiB")
     for given in ("auto", file):
         plugin = HybridParallelPlugin(given, device="cpu", device_memory="64MiB")
-        assert plugin._division == expected._division
+        assert plugin._parallel_config == expected._parallel_config
         assert plugin.config.activations == plan["layout"]["activations"]
 
 
@@ -833,16 +831,16 @@ def test_where_nothing_fits_the_least_need_is_shown(short: Path, tmp_path: Path)
     assert "No layout fits" in done.output
 
 
-def test_how_ranks_that_divide_sequences_meet_is_shown(short: Path, tmp_path: Path) -> None:
+def test_how_context_parallel_ranks_communicate_is_shown(short: Path, tmp_path: Path) -> None:
     asked = ("--shown", "20", "--batch", "1")
     done = run_plan(short, tmp_path, *asked)
     assert done.exit_code == 0, done.output
-    assert all(mode in done.output for mode in (*get_args(Mode), BETWEEN_LAYERS))
+    assert all(mode in done.output for mode in (*get_args(Mode), SPLIT_GATHER))
     figures = json.loads(run_plan(short, tmp_path, *asked, "--json").output)
     arguments = [one["arguments"] for one in figures["fitting"]]
     of_modes = [one.get("sequence_parallelism_mode") for one in arguments if one["sp_size"] > 1]
     assert set(of_modes) == set(get_args(Mode))
-    tokens = [one for one in arguments if one.get("sequence_parallelism_mode") == BETWEEN_LAYERS]
+    tokens = [one for one in arguments if one.get("sequence_parallelism_mode") == SPLIT_GATHER]
     assert {(one["tp_size"], one["sp_size"]) for one in tokens} == {(2, 1)}
 
 

@@ -79,7 +79,7 @@ def test_nvme_that_makes_no_sense_is_named(changes: dict[str, Any], says: str) -
 
 @pytest.mark.parametrize("layout", [LAYERS, STAGES, COPIES])
 def test_what_the_host_has_no_room_for_goes_to_nvme(found: LayoutSearch, layout: Layout) -> None:
-    """As choose_host_places has it, of chunks that are made for as many ranks."""
+    """As plan_storage has it, of chunks that are made for as many ranks."""
     whole = found.cost(layout, two_ranks())
     assert (whole.nvme_bytes, whole.nvme_weight_bytes, whole.busy["nvme"]) == (0, 0, 0.0)
     short = with_host(0.85, whole)

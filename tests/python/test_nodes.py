@@ -13,7 +13,7 @@ import torch
 
 import node_cases
 import rank_cases
-import rank_home_cases
+import shared_host_storage_cases
 from node_cases import EVENTFUL, ON_THREE, SAME_AS_GROUP, SAME_AS_ONE, STEPS
 from rank_processes import found_by_each, kept, run, succeeded
 
@@ -68,7 +68,7 @@ def test_three_machines_and_three_ranks_of_one_compute_as_one_process(
             assert f"gloo between {nodes} machines" in report["rank_link"]
 
 
-def test_what_crosses_are_sums_and_means_of_gradients_and_updated_parts(tmp_path: Path) -> None:
+def test_what_crosses_are_sums_and_means_of_gradients_and_updated_shards(tmp_path: Path) -> None:
     """To the byte, of B bytes of weights: B/2 of gradients a rank and step and B/4 of weights."""
     for reports, chunks in found_by_each(node_cases.sent, SIZE, tmp_path, nodes=NODES):
         used = sum(chunks)
@@ -81,8 +81,8 @@ def test_what_crosses_are_sums_and_means_of_gradients_and_updated_parts(tmp_path
         assert reports[-1]["rank_shared_bytes"] == homes
 
 
-def test_homes_are_in_memory_once_a_machine(tmp_path: Path) -> None:
-    for output in succeeded(run(rank_home_cases.memory, SIZE, tmp_path, nodes=NODES)):
+def test_host_storage_is_in_memory_once_a_machine(tmp_path: Path) -> None:
+    for output in succeeded(run(shared_host_storage_cases.memory, SIZE, tmp_path, nodes=NODES)):
         resident, shared, _ = map(int, output.split())
         assert 48 << 20 < shared < 52 << 20
         assert resident == pytest.approx(NODES * shared, abs=1 << 19)
@@ -95,7 +95,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", EVENTFUL)
-def test_what_others_write_is_the_same_as_without_shared_homes(name: str, seen: Any) -> None:
+def test_what_others_write_is_the_same_as_without_shared_host_storage(name: str, seen: Any) -> None:
     """Edits in place, through .data and in a forward, loads: on ranks with unequal budgets."""
     for rank in range(SIZE):
         found, apart = seen(name, "node", rank), seen(name, "group", rank)
@@ -110,19 +110,21 @@ def test_no_rank_keeps_copies_but_of_frozen_weights(name: str, seen: Any) -> Non
     for rank in range(SIZE):
         found = seen(name, "node", rank)
         assert found["copies"][:2] == [0, 0]
-        assert max(found["copies"]) <= rank_home_cases.LAYER + 2 * PAGE
+        assert max(found["copies"]) <= shared_host_storage_cases.LAYER + 2 * PAGE
 
 
-def test_ranks_pay_their_shares_of_their_machines_homes(seen: Any) -> None:
+def test_ranks_pay_their_shares_of_their_machines_host_storage(seen: Any) -> None:
     found, apart = seen("tight", "node", 0), seen("tight", "group", 0)["report"]
     homes = found["parameter bytes"] + found["gradient bytes"]
     assert homes <= found["report"]["rank_shared_bytes"] <= homes + 16 * PAGE
     saved = apart["host_bytes"] - found["report"]["host_bytes"]
-    sums = 2 * rank_home_cases.LAYER  # on their way between machines, with room for fp32
+    sums = 2 * shared_host_storage_cases.LAYER  # on their way between machines, with room for fp32
     assert saved == pytest.approx(homes / 2 - sums, abs=16 * PAGE)
     unlike = seen("unlike", "node", 0)["report"]
     assert unlike["rank_shared_bytes"] == 0
-    assert unlike["rank_link"] == f"{LINK}, but not homes: the ranks place chunks differently"
+    assert (
+        unlike["rank_link"] == f"{LINK}, but not host storage: the ranks place chunks differently"
+    )
 
 
 def test_stages_that_cut_do_so_over_all_ranks(tmp_path: Path) -> None:
@@ -132,13 +134,13 @@ def test_stages_that_cut_do_so_over_all_ranks(tmp_path: Path) -> None:
         assert [rest for _, rest in lines] == [
             f"1 True {LINK}",
             f"1 True {LINK}",
-            f"2 False {LINK}, but not homes: zero_stage=2 cuts them over all ranks",
-            f"3 False {LINK}, but not homes: zero_stage=3 cuts them over all ranks",
+            f"2 False {LINK}, but not host storage: zero_stage=2 cuts them over all ranks",
+            f"3 False {LINK}, but not host storage: zero_stage=3 cuts them over all ranks",
         ]
 
 
 @pytest.mark.parametrize(("size", "link"), [(8, LINK), (4, "gloo (ranks run on several machines)")])
-def test_ranks_that_divide_layers_share_what_each_machine_has_of_a_part(
+def test_tensor_parallel_ranks_share_what_each_machine_has_of_a_shard(
     size: int, link: str, tmp_path: Path
 ) -> None:
     """Of 4 ranks that train each half of the layers two are on each machine, or of 2 one."""

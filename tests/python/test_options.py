@@ -169,4 +169,4 @@ def test_a_step_that_the_session_refuses_moves_no_counter() -> None:
             [7] * len(engine.params), 1.0,
         )  # fmt: skip
     assert torch.equal(engine.session.steps, steps)
-    assert engine.session.whole
+    assert engine.session.consistent

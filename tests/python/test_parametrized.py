@@ -56,7 +56,7 @@ def test_adapters_of_fused_experts_train_as_in_plain_pytorch(targets: str) -> No
         assert report.divergent_steps == 0
 
 
-def test_frozen_experts_stay_what_they_are_and_are_not_copied_home() -> None:
+def test_frozen_experts_stay_what_they_are_and_are_not_copied_back() -> None:
     case = lora("parameters")
     boosted = boost(case.model(), activations="recompute", tile_logits=False)
     experts = boosted.model.get_submodule("base_model.model.model.layers.0.mlp.experts")

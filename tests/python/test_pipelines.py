@@ -32,7 +32,7 @@ from pipeline_cases import (
 )
 from rank_processes import assert_said, found, found_by_each, run
 from tensor_cases import EXPERTS, FAMILIES, GATHERED, LOSS, LR, MAX_NORM, SEQUENCES, SIZES
-from tensor_cases import boost as boost_whole
+from tensor_cases import boost as boost_unsharded
 from zoo import Case, gpt2_with_dropout
 
 
@@ -82,13 +82,13 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("kind", COMPOSED)
-def test_stages_go_with_parts_and_copies(kind: str, composed: Any) -> None:
+def test_stages_go_with_shards_and_replicas(kind: str, composed: Any) -> None:
     name = kind.split()[0]
     whole = expected(name) if name in DEEP else plain(FAMILIES[name])
     assert composed[kind] == pytest.approx(whole, rel=LOSS)
 
 
-def test_stages_of_divided_sequences_are_evaluated_whole(composed: Any) -> None:
+def test_stages_of_context_parallel_ranks_are_evaluated_in_full(composed: Any) -> None:
     assert composed["gpt2 evaluated"] == pytest.approx(composed["gpt2 whole"], rel=LOSS)
     assert composed["gpt2 own loss"] == pytest.approx(expected("gpt2")[0], rel=LOSS)
     assert composed["odd"].startswith(
@@ -150,7 +150,7 @@ def test_a_v_takes_any_number_of_microbatches(count: int, composed_zero_bubble: 
 
 
 @pytest.mark.parametrize("name", pipeline_cases.COMPOSED_V)
-def test_a_v_goes_with_parts_and_copies(name: str, composed_zero_bubble: Any) -> None:
+def test_a_v_goes_with_shards_and_replicas(name: str, composed_zero_bubble: Any) -> None:
     for kind in ("tp 2", "dp 2"):
         assert composed_zero_bubble[f"{name} {kind}"] == pytest.approx(expected(name), rel=LOSS)
     later, again = composed_zero_bubble[f"{name} later"]
@@ -167,7 +167,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_what_stages_save_is_what_one_process_saves(name: str, saved: Any, tmp_path: Path) -> None:
     directory, later = saved
     case = FAMILIES[name]
-    boosted = boost_whole(case, 1, **SAVED[name])
+    boosted = boost_unsharded(case, 1, **SAVED[name])
     boosted.booster.save_model(boosted.model, tmp_path / "fresh")
     theirs = directory / f"{name}-fresh" / "model.safetensors"
     assert (tmp_path / "fresh" / "model.safetensors").read_bytes() == theirs.read_bytes()
@@ -221,7 +221,7 @@ def test_a_model_in_stages_is_evaluated(style: str, uses: Any) -> None:
 def test_batches_accumulate(style: str, uses: Any) -> None:
     """Of two lengths, with a loss of the user's; a tied embedding's gradient counts once."""
     case = DEEP["gpt2"]
-    boosted = boost_whole(case, 1)
+    boosted = boost_unsharded(case, 1)
     for seed in range(2):
         _accumulated(case, boosted, seed)
     count = pipeline_cases.MICROBATCHES
@@ -357,17 +357,17 @@ def test_a_style_has_the_stages_of_a_rank_that_it_needs(given: str, chunks: int)
     plugin = castor.HybridParallelPlugin(
         device="cpu", pp_size=2, num_microbatches=2, pp_style=given
     )
-    assert plugin._division.stages is not None
-    assert plugin._division.stages.chunks == chunks
+    assert plugin._parallel_config.stages is not None
+    assert plugin._parallel_config.stages.chunks == chunks
     alone = castor.HybridParallelPlugin(device="cpu", num_microbatches=2, pp_style=given)
-    assert alone._division.stages is not None
-    assert alone._division.stages.chunks == 1
+    assert alone._parallel_config.stages is not None
+    assert alone._parallel_config.stages.chunks == 1
 
 
 @pytest.mark.parametrize("given", [{"num_microbatches": 4}, {"microbatch_size": 2}])
 def test_one_stage_runs_the_same_loop(given: dict[str, int]) -> None:
     case = DEEP["gpt2"]
-    boosted = boost_whole(case, 1, **given)
+    boosted = boost_unsharded(case, 1, **given)
     execute = boosted.booster.execute_pipeline
     with torch.no_grad():
         done = execute(iter([batch(case, 0)]), boosted.model, return_outputs=True)

@@ -34,7 +34,7 @@ LLAMA = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])
 MIXTRAL = MixtralConfig(
     **SIZES, num_local_experts=3, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]
 )
-TOKENS = Layout(tensor=2, tokens_between_layers=True, rows=4)
+TOKENS = Layout(tensor=2, sequence_parallel=True, rows=4)
 LAYOUTS: dict[str, tuple[PretrainedConfig, Layout]] = grids.some({
     "all_to_all": (LLAMA, Layout(sequence=2, rows=4)),
     "all_gather": (LLAMA, Layout(sequence=2, mode="all_gather", rows=4)),
@@ -112,7 +112,7 @@ def passes(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("name", PASSES)
 def test_ranks_exchange_and_keep_what_is_planned(name: str, passes: Any) -> None:
     planned, measured = (of[name] for of in passes)
-    sent = [s for moment in (*planned.forward, *planned.backward) for s in moment.sent]
+    sent = [s for event in (*planned.forward, *planned.backward) for s in event.sent]
     expected = [(one.operation, one.num_bytes) for one in sent]
     exchanged = [tuple(one) for one in measured["sent"]]
     if "recomputed" in name:  # the first block, whose output was compared, runs again to its end

@@ -140,7 +140,7 @@ def test_micro_batches_under_no_sync_cost_one_exchange(trained: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bf16 fp32", "bf16 split", "bf16 split_int8"])
-def test_every_rank_keeps_its_part_of_the_states(
+def test_every_rank_keeps_its_shard_of_the_states(
     name: str, trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As many bytes on n ranks together as in one process, and what gradients pass through."""
@@ -222,7 +222,7 @@ def test_ranks_that_do_different_things_are_both_named_at_once(beside: Path) -> 
         )
 
 
-def test_ranks_that_would_update_their_parts_differently_say_so(beside: Path) -> None:
+def test_ranks_that_would_update_their_shards_differently_say_so(beside: Path) -> None:
     """Without it each part of a weight took another step, or one rank waited for the others."""
     for output in printed(beside / "steps_differently"):
         rate, same, not_finite, none, clipped, steps = output.splitlines()

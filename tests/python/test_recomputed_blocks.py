@@ -333,7 +333,7 @@ def test_backward_goes_on_in_the_budget_behind_a_second_forward_that_stops(
     boosted = boost(Tower(Allocating), activations=activations)
     # Not left there: it holds the session, whose memory would count in later tests' budgets.
     session = engine_of(boosted.model).session
-    monkeypatch.setattr(Allocating, "moment", session.moment, raising=False)
+    monkeypatch.setattr(Allocating, "moment", session.step_position, raising=False)
     train_on(boosted, own(), steps=2)
     assert Allocating.taken == 8 * [1 << 20]
 

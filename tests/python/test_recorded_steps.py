@@ -21,7 +21,7 @@ from castor.runtime.engine import engine_of
 from castor.runtime.spec import ModelSpec
 from zoo import CASES, Batch, Case
 
-Moments = list[tuple[str, int]]
+Trace = list[tuple[str, int]]
 """Kinds, and the modules or chunks they are of."""
 FORMATS: dict[Precision, StateFormat] = {"fp32": "fp32", "bf16": "split"}
 
@@ -45,15 +45,13 @@ def step_of(build: Callable[[], nn.Module], batch: Batch, precision: Precision =
     return record_step(model, spec, inputs, simulator)
 
 
-def recorded(
-    build: Callable[[], nn.Module], batch: Batch, precision: Precision = "fp32"
-) -> Moments:
+def recorded(build: Callable[[], nn.Module], batch: Batch, precision: Precision = "fp32") -> Trace:
     """Of a step on the meta device."""
     step = step_of(build, batch, precision)
-    return [(EVENT_KINDS[m.kind], m.position) for m in step.moments]
+    return [(EVENT_KINDS[m.kind], m.position) for m in step.trace]
 
 
-def boosted(build: Callable[[], nn.Module], batch: Batch, precision: Precision = "fp32") -> Moments:
+def boosted(build: Callable[[], nn.Module], batch: Batch, precision: Precision = "fp32") -> Trace:
     """Of a step that castor's runtime followed."""
     model = build().train()
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)

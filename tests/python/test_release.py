@@ -42,12 +42,12 @@ def assert_ordinary(model: nn.Module, optimizer: Any) -> None:
     assert not hasattr(optimizer, "_castor")
 
 
-@pytest.mark.parametrize("where", ["memory", "tight", "promoted", "NVMe", "forward", "backward"])
+@pytest.mark.parametrize("where", ["memory", "tight", "resident", "NVMe", "forward", "backward"])
 def test_training_goes_on_as_that_of_a_copy(where: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "memory": {},
         "tight": {"memory": TIGHT},
-        "promoted": {"placement_policy": "cuda"},
+        "resident": {"placement_policy": "cuda"},
         "NVMe": {"nvme_path": tmp_path, "nvme_offload_fraction": 1.0, "host_memory": "400KiB"},
         "forward": {"overlap": "forward"},
         "backward": {

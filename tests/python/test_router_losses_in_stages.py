@@ -175,7 +175,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("style", WITH_EXPERTS)
-def test_stages_go_with_divided_experts(style: str, composed: Any) -> None:
+def test_stages_go_with_expert_parallelism(style: str, composed: Any) -> None:
     directory, seen = composed
     for losses in seen[f"ep 2 {style}"]:
         assert losses == pytest.approx(plain("mixtral")[0], rel=LOSS)
@@ -190,7 +190,7 @@ def test_stages_go_with_divided_layers(kind: str, composed: Any) -> None:
         assert losses == pytest.approx(plain("mixtral")[0], rel=LOSS)
 
 
-def test_copies_of_the_stages_agree(composed: Any) -> None:
+def test_replicas_of_the_stages_agree(composed: Any) -> None:
     first, same, second, too = composed[1]["dp 2"]
     assert first == same
     assert second == too

@@ -22,7 +22,7 @@ from several_rank_cases import (
     ON_THREE,
     ON_TWO,
     OVER_THE_GROUP,
-    boost_divided,
+    boost_sharded,
     comparable,
 )
 
@@ -218,7 +218,7 @@ def test_two_that_run_fused_are_saved_beside_the_training(tmp_path: Path) -> Non
     assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
 
 
-def test_own_steps_that_drift_apart_are_named_on_every_rank(tmp_path: Path) -> None:
+def test_own_steps_that_diverge_are_named_on_every_rank(tmp_path: Path) -> None:
     """Within eight steps, in masters too."""
     outputs = succeeded(run(several_rank_cases.drifts, 2, tmp_path))
     assert outputs[0] == outputs[1]
@@ -246,17 +246,17 @@ def test_what_does_not_go_with_them_is_refused_by_name(tmp_path: Path) -> None:
         assert re.search(r"stage=2 keeps gradients once .* Muon runs its own step", low_level)
 
 
-def test_they_step_a_model_that_ranks_divide(tmp_path: Path) -> None:
+def test_they_step_a_model_that_ranks_shard(tmp_path: Path) -> None:
     outputs = succeeded(run(several_rank_cases.divided, 2, tmp_path))
     for name, (make, close) in DIVIDED.items():
-        alone = boost_divided(make)
+        alone = boost_sharded(make)
         expected = [alone.step(step, [step])[0] for step in range(6)]
         for rank in range(2):
             losses = torch.load(tmp_path / f"{name}.{rank}.pt")
             assert losses[:6] == pytest.approx(expected, rel=close)
             assert losses[6:] == losses[3:6]
         # What they have saved one process goes on with.
-        resumed = boost_divided(make)
+        resumed = boost_sharded(make)
         resumed.booster.load(tmp_path / name, resumed.model, resumed.optimizers)
         assert resumed.step(3, [3]) == pytest.approx(expected[3:4], rel=close)
     for output in outputs:

@@ -536,7 +536,7 @@ def test_a_model_that_is_gone_gives_its_memory_back() -> None:
     shared_step(shared, policy, 0)
 
 
-def test_what_was_promoted_gives_way_to_a_model_that_joins() -> None:
+def test_resident_chunks_give_way_to_a_model_that_joins() -> None:
     torch.manual_seed(3)
     plain = [tower(), frozen(tower())]
     policy, reference = copy.deepcopy(plain)

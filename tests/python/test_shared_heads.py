@@ -32,7 +32,7 @@ def test_losses_and_norms_are_plain_pytorchs(name: str, seen: Any) -> None:
 
 
 @pytest.mark.parametrize("name", list(COPIES))
-def test_copies_of_the_model_have_one_norm(name: str, seen: Any) -> None:
+def test_replicas_have_one_norm(name: str, seen: Any) -> None:
     close = 1e-3 if COPIES[name] else LOSS
     expected = pytest.approx(plain(CASES[name], SOME_STEPS), rel=close)
     assert seen[1][f"{name} copies"] == expected

@@ -83,7 +83,7 @@ def test_every_format_gives_the_bits_of_the_cpu_device(
         assert report.evictions > 0
 
 
-@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
 @pytest.mark.parametrize("overlap", [{"overlap": "none"}, {"overlap": "forward"}, BACKWARD])
 @pytest.mark.parametrize(("precision", "state_format"), [("fp32", "fp32"), ("bf16", "split")])
 def test_updates_beside_compute_give_the_same_bits(
@@ -124,7 +124,7 @@ def test_every_policy_gives_the_same_bits(simulated: Simulation, name: str, prec
 
 
 @pytest.mark.parametrize("state_format", ["fp32", "split", "split_bf16", "split_int8"])
-def test_lazy_models_are_built_in_their_homes(simulated: Simulation, state_format: str) -> None:
+def test_lazy_models_are_built_in_host_storage(simulated: Simulation, state_format: str) -> None:
     settings = {"precision": "bf16", "optim_state_format": state_format}
     reference = boost(tower(), **settings)
     expected = go_on(reference)
@@ -254,7 +254,7 @@ def edit(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("when", ["between steps", "in forward"])
-@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
 @pytest.mark.parametrize(("precision", "state_format"), FORMATS)
 def test_edits_of_weights_count(
     simulated: Simulation, precision: str, state_format: str, place: dict[str, Any], when: str
@@ -300,7 +300,7 @@ def test_evaluation_between_steps_changes_nothing(simulated: Simulation) -> None
     assert_equal(simulated.state(boosted), simulated.state(reference))
 
 
-@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
 @pytest.mark.parametrize(("precision", "state_format"), FORMATS)
 def test_checkpoints_go_from_device_to_device(
     simulated: Simulation,

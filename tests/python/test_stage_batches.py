@@ -7,7 +7,7 @@ import pytest
 from rank_processes import found
 from stage_batch_cases import FORMS, execute, forms, plain
 from tensor_cases import LOSS
-from tensor_cases import boost as boost_whole
+from tensor_cases import boost as boost_unsharded
 
 
 @pytest.fixture(scope="module")
@@ -22,4 +22,4 @@ def test_losses_are_plain_pytorchs(name: str, in_stages: Any) -> None:
 
 def test_one_process_sums_the_losses_of_all_labels() -> None:
     case = FORMS["all labels"]
-    assert execute(boost_whole(case, num_microbatches=4), case) == pytest.approx(plain(case))
+    assert execute(boost_unsharded(case, num_microbatches=4), case) == pytest.approx(plain(case))

@@ -127,7 +127,7 @@ def test_a_tensor_of_a_side_stream_may_take_the_room_of_a_chunk_that_is_still_re
     del taken
 
 
-@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
 def test_batches_that_a_side_stream_brings_change_nothing(
     dawdling: GpuSimulation, gpu: Any, place: dict[str, Any]
 ) -> None:
@@ -226,7 +226,7 @@ def test_record_stream_protects_a_gradient(simulation: GpuSimulation, gpu: Any) 
     del taken
 
 
-@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
 def test_an_evaluation_may_run_on_a_side_stream(
     dawdling: GpuSimulation, gpu: Any, place: dict[str, Any]
 ) -> None:
@@ -248,7 +248,7 @@ def test_an_evaluation_may_run_on_a_side_stream(
 # castor keeps the accumulators, and torch those their first stream: it says so, and waits.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("overlap", ["none", "forward"])
-@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
 def test_a_whole_step_may_run_on_a_side_stream(
     dawdling: GpuSimulation, gpu: Any, place: dict[str, Any], overlap: str
 ) -> None:
@@ -360,7 +360,7 @@ def test_backward_beside_the_host(dawdling: GpuSimulation, gpu: Any, overlap: st
 
 
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
-@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "promoted"])
+@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
 def test_a_model_that_goes_while_updates_and_copies_run_leaves_its_weights(
     simulation: GpuSimulation, overlap: str, place: dict[str, Any]
 ) -> None:

@@ -68,9 +68,9 @@ def test_copies_of_the_model_take_other_data(tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_loss_may_be_divided_like_the_vocabulary(size: int, tmp_path: Path) -> None:
+def test_the_loss_may_be_vocabulary_parallel(size: int, tmp_path: Path) -> None:
     """On four ranks sequences are divided as well."""
-    seen = found(tensor_cases.divided_loss, size, tmp_path)
+    seen = found(tensor_cases.vocab_parallel_loss, size, tmp_path)
     for name in LOSSES_DIVIDED[size]:
         case = FAMILIES[name]
         assert seen[name] == pytest.approx(plain(case, batch=padded), rel=LOSS)
@@ -126,7 +126,7 @@ def test_a_run_of_one_process_goes_on_on_two(tmp_path: Path) -> None:
         assert first.read_bytes() == again.read_bytes()
 
 
-def test_a_divided_model_generates_and_evaluates(tmp_path: Path) -> None:
+def test_a_sharded_model_generates_and_evaluates(tmp_path: Path) -> None:
     seen = found(tensor_cases.uses, 2, tmp_path)
     case = FAMILIES["llama"]
     boosted = boost(case, 1)
@@ -149,13 +149,13 @@ def test_a_divided_model_generates_and_evaluates(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_a_users_plan_divides_a_users_model(tmp_path: Path) -> None:
+def test_a_users_plan_shards_a_users_model(tmp_path: Path) -> None:
     alone, together = found(tensor_cases.own_plan, 2, tmp_path)
     assert together == pytest.approx(alone, rel=LOSS)
     assert len(alone) == STEPS
 
 
-def test_a_norm_of_a_ranks_part_is_not_taken_for_the_models(tmp_path: Path) -> None:
+def test_a_norm_of_a_ranks_shard_is_not_taken_for_the_models(tmp_path: Path) -> None:
     for said in found_by_each(tensor_cases.edits, 2, tmp_path):
         for name in ("llama", "mixtral"):
             assert "was edited in place, and ranks divide this model" in said[f"clipped {name}"]

@@ -393,7 +393,7 @@ def test_copies_and_pickles_are_plain_models(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "part", "tiles", "tiled_part"),
+    ("text", "kind", "part", "tiles", "tiled_submodule"),
     [
         ("keep", "keep", "", 0, ""),
         ("recompute:mlp", "recompute", "mlp", 0, ""),
@@ -403,9 +403,11 @@ def test_copies_and_pickles_are_plain_models(case: Case) -> None:
         ("recompute:attn+tile:3:mlp", "recompute", "attn", 3, "mlp"),
     ],
 )
-def test_what_a_choice_says(text: str, kind: str, part: str, tiles: int, tiled_part: str) -> None:
+def test_what_a_choice_says(
+    text: str, kind: str, part: str, tiles: int, tiled_submodule: str
+) -> None:
     found = BlockChoice.parse(text)
-    assert found == BlockChoice(kind=kind, part=part, tiles=tiles, tiled_part=tiled_part)
+    assert found == BlockChoice(kind=kind, part=part, tiles=tiles, tiled_submodule=tiled_submodule)
 
 
 @pytest.mark.parametrize(

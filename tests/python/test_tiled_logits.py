@@ -141,7 +141,7 @@ def test_more_tiles_are_plain_pytorch_within_rounding(name: str, tile: int) -> N
     report = boosted.report()
     assert report.logit_rows_per_tile == tile
     assert report.logit_tiles == -(-ROWS // tile)
-    assert report.logit_unheld_bytes == (ROWS - tile) * VOCABULARY * 4
+    assert report.logit_avoided_bytes == (ROWS - tile) * VOCABULARY * 4
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -672,9 +672,9 @@ def test_auto_leaves_small_logits_alone_and_tiles_large_ones() -> None:
     rows = 2**24 // (4 * 40_000)
     assert [r.logit_rows_per_tile for r in reports] == [rows, 0, 0, rows]
     assert reports[0].logit_tiles == -(-240 // rows) == 3
-    assert reports[0].logit_unheld_bytes == (240 - rows) * 40_000 * 4
+    assert reports[0].logit_avoided_bytes == (240 - rows) * 40_000 * 4
     saved = reports[1].peak_nonmodel_bytes - reports[0].peak_nonmodel_bytes
-    assert saved > reports[0].logit_unheld_bytes
+    assert saved > reports[0].logit_avoided_bytes
 
 
 def test_auto_counts_the_sum_of_the_heads_gradient() -> None:
@@ -876,6 +876,6 @@ def test_weights_after_training_are_those_of_plain_training() -> None:
     boosted = boost(case.model(), tile_logits=1000)
     train(boosted, case, own_loss, 6, 1)
     expected = copies(plain.parameters())
-    engine_of(boosted.model).session.send_home()
+    engine_of(boosted.model).session.move_to_host()
     for mine, theirs in zip(boosted.model.parameters(), expected, strict=True):
         assert (mine.cpu() - theirs).abs().max() <= 0.1 * LR

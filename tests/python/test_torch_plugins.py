@@ -120,7 +120,7 @@ def test_passes_that_are_half_under_no_sync_are_not_left_apart(ranks: Path) -> N
 
 
 @pytest.mark.smoke
-def test_uneven_and_empty_parts_are_saved_and_read(tmp_path: Path) -> None:
+def test_uneven_and_empty_shards_are_saved_and_read(tmp_path: Path) -> None:
     found = found_by_each(torch_plugin_cases.on_three, 3, tmp_path)
     assert [rows for _, rows, _ in found] == [[2, 2, 1, 1], [2, 2, 0, 0], [1, 1, 0, 0]]
     for (first, again), _, steps in found:

@@ -349,7 +349,7 @@ class Odd(nn.Module):
         (Odd(torch.ones(2, 3).t()), "parameter 'odd' is not contiguous"),
     ],
 )
-def test_what_fully_shard_does_not_divide_is_refused_before_it(
+def test_what_fully_shard_does_not_shard_is_refused_before_it(
     model: nn.Module, message: str
 ) -> None:
     with pytest.raises(castor.UsageError, match=message):

@@ -56,7 +56,7 @@ def test_copies_have_the_bits_of_one_copy(name: str, trained: Any) -> None:
         assert two["rank_shard_bytes"] == 2 * one["rank_shard_bytes"]
 
 
-def test_a_rank_keeps_as_many_parts_as_there_are_copies(tmp_path: Path) -> None:
+def test_a_rank_keeps_as_many_shards_as_there_are_copies(tmp_path: Path) -> None:
     for output in succeeded(run(cases.memory, SIZE, tmp_path)):
         found = [tuple(map(int, line.split())) for line in output.splitlines()]
         of_one = found[0][0]
@@ -68,7 +68,7 @@ def test_a_rank_keeps_as_many_parts_as_there_are_copies(tmp_path: Path) -> None:
             assert gradients == whole // SIZE
 
 
-def test_weights_are_read_of_a_copy_and_updated_parts_exchanged(tmp_path: Path) -> None:
+def test_weights_are_read_of_a_copy_and_updated_shards_exchanged(tmp_path: Path) -> None:
     """To the byte: of W bytes of weights, k copies on n ranks, W/n for each of k - 1 copies."""
     outputs = succeeded(run(cases.seams, SIZE, tmp_path))
     for lines in zip(*(output.splitlines() for output in outputs), strict=True):

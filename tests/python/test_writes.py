@@ -189,7 +189,7 @@ def test_a_write_on_the_device_is_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["in place", "data", "fused optimizer", "extension"])
-def test_a_write_on_the_device_is_kept_where_homes_are_on_nvme(name: str, tmp_path: Path) -> None:
+def test_a_write_on_the_device_is_kept_where_weights_are_on_nvme(name: str, tmp_path: Path) -> None:
     boosted = wide(tmp_path, memory=2**18)
     go_on_wide(boosted, 0, 2)
     batch = tower_batch(3, width=WIDTH)

@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     # In CI 4 ranks with a copy of weights in parts are test_weight_copies.py's.
     + [pytest.param(4, name, marks=pytest.mark.whole) for name in ON_FOUR],
 )
-def test_parts_have_the_bits_of_one_process(
+def test_shards_have_the_bits_of_one_process(
     size: int, name: str, trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -60,7 +60,7 @@ def test_parts_have_the_bits_of_one_process(
 @pytest.mark.parametrize(
     ("size", "name"), [(2, name) for name in ROUNDED] + [(3, name) for name in ON_THREE]
 )
-def test_parts_have_the_bits_of_what_is_whole(
+def test_shards_have_the_bits_of_full_weights(
     size: int, name: str, trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -78,7 +78,7 @@ def test_parts_have_the_bits_of_what_is_whole(
 
 
 @pytest.mark.parametrize("size", [3])
-def test_a_rank_has_its_parts_and_a_few_chunks(size: int, tmp_path: Path) -> None:
+def test_a_rank_has_its_shards_and_a_few_chunks(size: int, tmp_path: Path) -> None:
     for output in succeeded(run(zero_stage_cases.memory, size, tmp_path)):
         one, two, three = (tuple(map(int, line.split())) for line in output.splitlines())
         assert (one[0], two[0], three[0]) == (1, 2, 3)
@@ -109,7 +109,7 @@ def test_gradients_are_sent_once_and_weights_as_they_are_read(tmp_path: Path) ->
 
 
 @pytest.mark.smoke
-def test_gradients_in_parts_are_read_written_and_accumulated(tmp_path: Path) -> None:
+def test_sharded_gradients_are_read_written_and_accumulated(tmp_path: Path) -> None:
     outputs = succeeded(run(zero_stage_cases.gradients, 2, tmp_path))
     for rank, output in enumerate(outputs):
         *stages, overflow, no_room = output.splitlines()
@@ -171,7 +171,7 @@ def test_one_rank_alone_reads_weights(tmp_path: Path) -> None:
     assert first.split() == ["True"] * 3
 
 
-def test_what_weights_in_parts_do_not_do_is_named(tmp_path: Path) -> None:
+def test_what_sharded_weights_do_not_do_is_named(tmp_path: Path) -> None:
     for output in succeeded(run(zero_stage_cases.refused, 2, tmp_path)):
         lines = output.splitlines()
         on_device, torchs_of_two, torchs, edit, load, address, stepped, unchanged = lines
@@ -197,7 +197,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_checkpoint_of_parts_loads_on_any_number_of_ranks(size: int, saved: Path) -> None:
+def test_a_checkpoint_of_shards_loads_on_any_number_of_ranks(size: int, saved: Path) -> None:
     succeeded(run(zero_stage_cases.goes_on, size, saved))
     for name in SAVED:
         whole = [torch.load(saved / f"{name}.{rank}.pt") for rank in range(2)]
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_parts_loads_on_any_number_of_ranks(size: int, saved: Pa
                 assert torch.allclose(weight.float(), expected.float(), rtol=1e-2, atol=1e-3)
 
 
-def test_a_rank_that_dies_is_noticed_by_who_reads_its_part(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_noticed_by_who_reads_its_shard(tmp_path: Path) -> None:
     first, second, third = run(zero_stage_cases.one_dies, 3, tmp_path)
     assert time.time() - float((tmp_path / "died").read_text()) < 60
     assert second.code == -9

@@ -19,9 +19,9 @@ bool touch(Bytes a, Bytes b) {
 }
 
 /// Homes begin their own pages (MmapArena).
-void set_writable(Bytes home, bool writable) {
-  auto* const begin = const_cast<std::byte*>(home.data());
-  if (mprotect(begin, home.size(), writable ? PROT_READ | PROT_WRITE : PROT_READ) != 0) {
+void set_writable(Bytes host, bool writable) {
+  auto* const begin = const_cast<std::byte*>(host.data());
+  if (mprotect(begin, host.size(), writable ? PROT_READ | PROT_WRITE : PROT_READ) != 0) {
     throw std::runtime_error("mprotect refused a home");
   }
 }
@@ -51,10 +51,10 @@ SimulatedCopies::~SimulatedCopies() {
 
 CopyTicket SimulatedCopies::submit(const CopyRequest& request) {
   num_copies_[static_cast<std::size_t>(request.direction)].fetch_add(1);
-  const bool reads_home =
+  const bool reads_host =
       request.direction == CopyDirection::kHostToDevice && !request.source.empty();
   CopyRequest watched = request;
-  if (reads_home && request.await_source) {
+  if (reads_host && request.await_source) {
     watched.await_source = [this, await_source = request.await_source] {
       try {
         await_source();
@@ -67,7 +67,7 @@ CopyTicket SimulatedCopies::submit(const CopyRequest& request) {
   }
   const std::lock_guard lock(mutex_);
   const CopyTicket ticket = inner_.submit(watched);
-  if (reads_home) {
+  if (reads_host) {
     readers_.emplace(ticket, Reader{.source = request.source});
   }
   return ticket;
@@ -144,13 +144,13 @@ void SimulatedCopies::known_done(std::span<const CopyTicket> tickets) {
   }
 }
 
-void SimulatedCopies::host_writes(Bytes home) {
+void SimulatedCopies::host_writes(Bytes host) {
   for (;;) {
     CopyTicket reading = CopyTicket::kNone;
     {
       const std::lock_guard lock(mutex_);
       for (const auto& [ticket, reader] : readers_) {
-        if (reader.reading && touch(reader.source, home)) {
+        if (reader.reading && touch(reader.source, host)) {
           reading = ticket;
         }
       }

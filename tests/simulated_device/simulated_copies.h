@@ -35,7 +35,7 @@ class SimulatedCopies final : public CopyEngine {
   [[nodiscard]] std::vector<CopyTicket> waited() const;
   /// The host knows that these are over.
   void known_done(std::span<const CopyTicket> tickets);
-  void host_writes(std::span<const std::byte> home);
+  void host_writes(std::span<const std::byte> host);
 
   [[nodiscard]] std::size_t num_copies(CopyDirection direction) const {
     return num_copies_[static_cast<std::size_t>(direction)].load();

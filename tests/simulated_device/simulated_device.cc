@@ -150,6 +150,6 @@ std::unique_ptr<ComputeFence> SimulatedDevice::fence(StreamId /*stream*/) {
   return std::make_unique<Fence>(*copies_, copies_->waited());
 }
 
-void SimulatedDevice::host_writes(std::span<const std::byte> home) { copies_->host_writes(home); }
+void SimulatedDevice::host_writes(std::span<const std::byte> host) { copies_->host_writes(host); }
 
 }  // namespace castor::testing

@@ -59,7 +59,7 @@ class SimulatedDevice final : public DeviceBackend, public DeviceKernels {
   void square_norms(std::span<const NormSegment> segments, std::span<double> sums,
                     StreamId stream) override;
   [[nodiscard]] std::unique_ptr<ComputeFence> fence(StreamId stream) override;
-  void host_writes(std::span<const std::byte> home) override;
+  void host_writes(std::span<const std::byte> host) override;
 
   [[nodiscard]] const DeviceCounts& counts() const noexcept { return counts_; }
   [[nodiscard]] const SimulatedCopies* copies() const noexcept { return copies_; }

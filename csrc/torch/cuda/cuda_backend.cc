@@ -150,15 +150,15 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
     const at::Tensor result = at::empty({static_cast<std::int64_t>(segments.size())}, options);
     cuda::square_norms(segments, result.data_ptr<double>(), workspace.data_ptr<double>(),
                        cuda::handle_of(stream));
-    const at::Tensor home = result.cpu();  // waits
-    std::copy_n(home.const_data_ptr<double>(), sums.size(), sums.begin());
+    const at::Tensor host = result.cpu();  // waits
+    std::copy_n(host.const_data_ptr<double>(), sums.size(), sums.begin());
   }
 
   [[nodiscard]] std::unique_ptr<ComputeFence> fence(StreamId stream) override {
     return std::make_unique<EventFence>(device_, cuda::handle_of(stream));
   }
 
-  void host_writes(std::span<const std::byte> home) override { copies_->synchronize_readers(home); }
+  void host_writes(std::span<const std::byte> host) override { copies_->synchronize_readers(host); }
 
  private:
   /// It may be of torch's pool, or anybody's.

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from castor import _C
-from castor.activations.agreement import Agreement
 from castor.activations.block_profile import (
     BlockProfile,
     BlockRun,
@@ -24,6 +23,7 @@ from castor.activations.block_profile import (
     spans_of,
     without_copies,
 )
+from castor.activations.block_ranks import BlockRanks
 from castor.activations.choices import Choice, Decisions, best_for_all, search
 from castor.activations.offload import offloading
 from castor.config import SCALAR_TYPES, GeminiConfig
@@ -78,10 +78,10 @@ class AutoKeep:
         config: GeminiConfig,
         num_blocks: int,
         offload: _C.ActivationOffload,
-        agreement: Agreement,
+        block_ranks: BlockRanks,
     ) -> None:
         self._session = engine.session
-        self._agreement = agreement
+        self._block_ranks = block_ranks
         self._options = functools.partial(
             _options, config, engine.device, engine.ranks.size if engine.ranks else 1
         )
@@ -93,7 +93,7 @@ class AutoKeep:
         """Number of pieces that MLPs run in."""
         # Plain PyTorch has the same page faults: without "auto" asked for, they do not count.
         self._counts_faults = engine.device.type == "cpu" and not config.activations_by_default
-        self._profile = BlockProfile(engine.session.moment)
+        self._profile = BlockProfile(engine.session.step_position)
         self._profiling = True
         self._most_kept = num_blocks
         self._sizes: list[dict[int, _Size]] = []  # of each profile, by block
@@ -133,7 +133,7 @@ class AutoKeep:
         if self.recomputes(block):
             return "recompute"
         careful = grown or self._fell_short or not self._has_room()
-        careful = any(self._agreement.of_all(f"the forward of block {block}", careful))
+        careful = any(self._block_ranks.all_gather(f"the forward of block {block}", careful))
         return "recompute" if careful else self._decisions[block]
 
     @property
@@ -142,7 +142,7 @@ class AutoKeep:
 
         With several ranks it may not: the others would not take part in the repeated collectives.
         """
-        return self._agreement.alone
+        return self._block_ranks.alone
 
     def cut(self, number: int) -> None:
         """Has MLPs run in `number` pieces from now on; a new number discards the profiles."""
@@ -154,7 +154,7 @@ class AutoKeep:
     @property
     def nonmodel_bytes(self) -> int:
         """Bytes of activations and temporaries that are on the device now."""
-        return self._session.moment()[1]
+        return self._session.step_position()[1]
 
     def simulated_steps(self) -> tuple[_C.Simulator, dict[str, Any]]:
         """Returns the simulator, and its options for questions about bytes only."""
@@ -177,10 +177,10 @@ class AutoKeep:
 
     def _has_room(self) -> bool:
         """Whether non-model memory exceeds that of the chosen step by no more than is spare."""
-        moments, now = self._session.moment()
-        if not 0 < moments <= len(self._expected):
+        event, now = self._session.step_position()
+        if not 0 < event <= len(self._expected):
             return True
-        return now <= self._expected[moments - 1] + self._spare
+        return now <= self._expected[event - 1] + self._spare
 
     def open(self, block: int) -> BlockRun:
         """Opens the profile of a pass through a block that is recomputed."""
@@ -192,12 +192,12 @@ class AutoKeep:
         if self._profiling:
             timeline = self._session.timeline() if runs else None
             complete = timeline is not None and timeline["complete"]
-            everyone = self._agreement.of_all(_STEP_ENDS, (bool(runs), complete))
+            everyone = self._block_ranks.all_gather(_STEP_ENDS, (bool(runs), complete))
             self._profiling = not all(ran for ran, _ in everyone)
             # An incomplete timeline, of a step with too many events, has no plan either.
             if timeline and not self._profiling and all(whole for _, whole in everyone):
                 self._decide(runs, timeline)
-        elif any(self._agreement.of_all(_STEP_ENDS, self._grown or self._fell_short)):
+        elif any(self._block_ranks.all_gather(_STEP_ENDS, self._grown or self._fell_short)):
             self._profiling, self._decisions = True, self._all_recomputed
         self._seen, self._grown, self._fell_short = {}, False, False
 
@@ -207,11 +207,11 @@ class AutoKeep:
         options = self._options()
         margin = max(run.input_bytes for run in runs)
         faults = _fault_seconds() if self._counts_faults else 0.0
-        beside = options["parameter_copies"] == "overlapped"
+        overlapped = options["parameter_copies"] == "overlapped"
         ready = self._offload.figures()
         link = Link(
             options["d2h_bytes_per_second"],
-            beside,
+            overlapped,
             host_room=self._session.free_host_bytes + ready["ready_host_bytes"],
             nvme_bytes_per_second=options["nvme_bytes_per_second"] or math.inf,
         )
@@ -233,8 +233,8 @@ class AutoKeep:
             )
 
         best = search(choice, len(self._decisions), self._most_kept)
-        if not self._agreement.alone:
-            best = best_for_all(choice, best, self._all_recomputed, self._agreement)
+        if not self._block_ranks.alone:
+            best = best_for_all(choice, best, self._all_recomputed, self._block_ranks)
         self._most_kept = best.kept
         self._decisions = best.decisions
         self._sizes = [s for s in self._sizes if not _covers(self._seen, s)] + [self._seen]

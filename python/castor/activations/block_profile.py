@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 Decided = Literal["keep", "recompute", "offload"]
-Moment = Callable[[], tuple[int, int]]
+StepPosition = Callable[[], tuple[int, int]]
 """Function that returns the number of events of the step so far, and the non-model bytes now."""
 
 
@@ -33,7 +33,7 @@ class BlockRun:
 
     block: int
     """Number of the block, in the model's order."""
-    moment: Moment
+    position: StepPosition
     """Function that tells the current event and non-model bytes."""
     forward: list[tuple[int, int]] = field(default_factory=list)
     """Event numbers and non-model bytes at which the first forward began and ended."""
@@ -63,18 +63,18 @@ class BlockRun:
     def begin(self, *, again: bool) -> None:
         """Notes the begin of the first forward, or of the second one (`again`)."""
         if again and not self.again:
-            self.again.append(self.moment())
+            self.again.append(self.position())
             self.seconds -= time.perf_counter()
         elif not again:
-            self.forward.append(self.moment())
+            self.forward.append(self.position())
 
     def end(self, *, again: bool) -> None:
         """Notes the end of the first forward, or of the second one, which may stop early."""
         if again and len(self.again) == 1:
             self.seconds += time.perf_counter()
-            self.again.append(self.moment())
+            self.again.append(self.position())
         elif not again:
-            self.forward.append(self.moment())
+            self.forward.append(self.position())
 
     @property
     def complete(self) -> bool:
@@ -145,8 +145,8 @@ class Decisions(Protocol):
 class BlockProfile:
     """Profile of the step under way: its passes through blocks."""
 
-    def __init__(self, moment: Moment) -> None:
-        self._moment = moment
+    def __init__(self, position: StepPosition) -> None:
+        self._position = position
         self._runs: list[BlockRun] = []
 
     def open(self, block: int) -> BlockRun:
@@ -156,8 +156,8 @@ class BlockProfile:
         return run
 
     def _now(self) -> tuple[int, int]:
-        moments, nonmodel_bytes = self._moment()
-        return moments, nonmodel_bytes - sum(run.held_bytes for run in self._runs)
+        event, nonmodel_bytes = self._position()
+        return event, nonmodel_bytes - sum(run.held_bytes for run in self._runs)
 
     def take(self) -> list[BlockRun]:
         """Returns the passes whose second forward has run, and begins the next step.
@@ -188,7 +188,7 @@ class Link:
 
     bytes_per_second: float
     """Bytes per second in each direction."""
-    beside: bool
+    overlapped: bool
     """Whether copies run beside computing; otherwise computing waits for them."""
     host_room: float = math.inf
     """Bytes of activations that host memory has room for; others go to NVMe."""
@@ -238,7 +238,7 @@ def spans_of(
             begin, end = run.again[0][0], max(run.again[1][0] - 1, run.again[0][0])
             runs_on[begin:end] = [0.0] * (end - begin)
     seconds, host_bytes, nvme_bytes = list(seconds), 0, 0
-    lag = 2 if link.beside else 1
+    lag = 2 if link.overlapped else 1
     for i, run in enumerate(moved):
         back = max(run.again[0][0] - 1, 0)  # the event that asks for the second forward
         leaves = moved[i + lag].forward[0][0] if i + lag < len(moved) else back
@@ -254,7 +254,7 @@ def spans_of(
         speed = link.bytes_per_second
         out = into = num_bytes / (speed if on_host else min(speed, link.nvme_bytes_per_second))
         returns = back
-        if link.beside and on_host:
+        if link.overlapped and on_host:
             ahead = moved[i + 1]
             begins = max(ahead.again[0][0] - 1, 0)
             returns = min(begins, back)

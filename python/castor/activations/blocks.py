@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from castor import _C
-from castor.activations.agreement import Agreement, Sharing
 from castor.activations.auto import AutoKeep
+from castor.activations.block_ranks import BlockRanks, Sharing
 from castor.activations.caches import refuse_filled_caches
 from castor.activations.gate import Gate
 from castor.activations.offload import OffloadingCall
 from castor.activations.recompute import Recomputation, RecomputingCall, routes
 from castor.activations.tight import StepSimulator, Tight
-from castor.activations.tiles import TiledForward, is_tiled, tile_mlps, tiled_parts
+from castor.activations.tiles import TiledForward, is_tiled, tile_mlps, tiled_submodules
 from castor.config import Activations, BlockChoice, GeminiConfig
 from castor.errors import OutOfMemoryError, UsageError
 from castor.runtime.block_policy import BlockPolicy
-from castor.runtime.blocks import compiled_parts, find_blocks, has_switch
+from castor.runtime.blocks import compiled_submodules, find_blocks, has_switch
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import Engine
 from castor.runtime.hooks import Around, ModuleHook, Replaced, compiled_calls
@@ -74,7 +74,7 @@ class Blocks(BlockPolicy):
         self._blocks = {name: weakref.ref(module) for name, module in blocks.items()}
         self._by_default = config.activations_by_default
         self._decisions = _decide(blocks, config.activations)
-        compiled = compiled_parts(model)
+        compiled = compiled_submodules(model)
         if self._by_default:
             self._decisions = [d for d in self._decisions if not _is_within(compiled, d.module)]
         _check_compiled(self._decisions, compiled, config.activations)
@@ -90,7 +90,7 @@ class Blocks(BlockPolicy):
         self._gates: list[Gate] = []
         self._ample = False  # whether the model's current forward has ample room
         self._was_short = False
-        self._agreement = Agreement()
+        self._block_ranks = BlockRanks()
         if self._decisions and self._with_switch_on() and not self._by_default:
             chosen = sum(decision.recompute for decision in self._decisions)
             counted = "as many as serve" if config.activations == "auto" else str(chosen)
@@ -125,9 +125,9 @@ class Blocks(BlockPolicy):
             self._offload = _C.ActivationOffload(engine.session)
         if self._offload and self._config.activations == "auto":
             num_blocks = len(self._decisions)
-            self._agreement = Agreement(sharing)
+            self._block_ranks = BlockRanks(sharing)
             self._auto = AutoKeep(
-                *(model, engine, self._config, num_blocks, self._offload, self._agreement)
+                *(model, engine, self._config, num_blocks, self._offload, self._block_ranks)
             )
             self._replaced = engine.replaced
             if simulated:
@@ -180,7 +180,7 @@ class Blocks(BlockPolicy):
             blocks = own()
             return blocks is not None and not blocks._ample
 
-        return Gate(decision.module, decision.name, recomputation, wanted, self._agreement)
+        return Gate(decision.module, decision.name, recomputation, wanted, self._block_ranks)
 
     def _look_at(
         self, model: nn.Module, simulated: Callable[..., StepSimulator], device: str
@@ -205,7 +205,7 @@ class Blocks(BlockPolicy):
         """Prepares a training forward of the model: looks whether its size fits the budget."""
         if not (self._tight and self._auto):
             return
-        if self._by_default and self._agreement.alone and not self._was_short:
+        if self._by_default and self._block_ranks.alone and not self._was_short:
             self._ample = self._tight.is_ample(args, kwargs, self._auto.nonmodel_bytes)
         if self._ample or not self._tight.comes(args, kwargs):
             return
@@ -245,7 +245,7 @@ class Blocks(BlockPolicy):
         return BlockFigures(
             activation_blocks=len(self._blocks),
             recomputed_blocks=self._recomputed + len(switches) - off + by_default,
-            kept_activation_bytes=self._auto.kept_bytes if self._auto else 0,
+            saved_activation_bytes=self._auto.kept_bytes if self._auto else 0,
             recompute_seconds=self._auto.recompute_seconds if self._auto else 0.0,
             offloaded_blocks=self._offloaded + chosen,
             offloaded_activation_bytes=self._moved_in_step,
@@ -322,7 +322,7 @@ def _decide(blocks: Mapping[str, nn.Module], activations: Activations) -> list[D
         if choice.tiles:
             new += [
                 Decision(f"{name}.{part}", module, "tile", choice.tiles)
-                for part, module in tiled_parts(block, name, choice.tiled_part).items()
+                for part, module in tiled_submodules(block, name, choice.tiled_submodule).items()
             ]
         for decision in new:
             _check_forward(decision, text)

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from castor.activations.agreement import Agreement
 from castor.activations.block_profile import Decided, Events
+from castor.activations.block_ranks import BlockRanks
 
 _GRID = 8
 """Number of intervals of the first grid over the number of kept blocks."""
@@ -97,7 +97,7 @@ def best_for_all(
     choice: Callable[[Decisions], Choice],
     own: Choice,
     all_recomputed: Decisions,
-    agreement: Agreement,
+    block_ranks: BlockRanks,
 ) -> Choice:
     """Returns the ranks' choice that fits on all ranks and is fastest on the slowest one.
 
@@ -107,12 +107,12 @@ def best_for_all(
         choice: Predicts the step of decisions on this rank.
         own: The choice that this rank has found.
         all_recomputed: The decisions if no choice fits on all ranks.
-        agreement: Agreement of the ranks.
+        block_ranks: The ranks.
     """
-    found = agreement.of_all("the choice of which blocks run again", own.decisions)
+    found = block_ranks.all_gather("the choice of which blocks run again", own.decisions)
     proposed = sorted({*found, all_recomputed})
     choices = [choice(decisions) for decisions in proposed]
-    ranks = agreement.of_all("the comparison of these choices", [one.rank for one in choices])
+    ranks = block_ranks.all_gather("the comparison of these choices", [one.rank for one in choices])
     worst = [max(of_all) for of_all in zip(*ranks, strict=True)]
     chosen = min(range(len(proposed)), key=lambda i: worst[i])
     fits = worst[chosen][0] == 0

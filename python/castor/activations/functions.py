@@ -17,7 +17,6 @@ from castor.activations.deferred import (
     Uncomputed,
     with_memory,
 )
-from castor.activations.divided_loss import DividedLoss, OwnColumns
 from castor.activations.lazy_logits import Head, LazyLogits, Source
 from castor.activations.row_expressions import at_once
 from castor.activations.row_operators import chosen, gathered, put_back, scattered
@@ -29,6 +28,7 @@ from castor.activations.tiled_loss import (
     backward_of_rows,
     tiled_backward,
 )
+from castor.activations.vocab_parallel_loss import LocalColumns, VocabParallelLoss
 
 
 class HeadFunction(torch.autograd.Function):
@@ -345,7 +345,9 @@ def tiled_cross_entropy(
     return loss
 
 
-def tiled_divided_loss(logits: Any, target: torch.Tensor, own: OwnColumns) -> torch.Tensor | None:
+def tiled_vocab_parallel_loss(
+    logits: Any, target: torch.Tensor, own: LocalColumns
+) -> torch.Tensor | None:
     """Computes the sum of rows' losses in tiles, over logits of which this rank has some columns.
 
     Args:
@@ -359,7 +361,7 @@ def tiled_divided_loss(logits: Any, target: torch.Tensor, own: OwnColumns) -> to
     if not _runs_in_tiles(logits, target):
         return None
     make = functools.partial(
-        DividedLoss, ignore_index=-1, reduction="sum", label_smoothing=0.0, own=own
+        VocabParallelLoss, ignore_index=-1, reduction="sum", label_smoothing=0.0, own=own
     )
     same = _SameLogits.apply(logits)
     loss: torch.Tensor = _LossFunction.apply(same, target, None, make)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from castor.activations.agreement import Agreement
+from castor.activations.block_ranks import BlockRanks
 from castor.activations.caches import held_for, layer_of
 from castor.activations.recompute import Recomputation
 from castor.runtime.hooks import ModuleHook
@@ -39,7 +39,7 @@ class Gate:
         name: str,
         recomputation: Recomputation,
         is_wanted: Callable[[], bool],
-        agreement: Agreement,
+        block_ranks: BlockRanks,
     ) -> None:
         """Registers the gate on a block.
 
@@ -48,12 +48,12 @@ class Gate:
             name: Name of the block in the model.
             recomputation: Runs the block's forward when checkpointing is on.
             is_wanted: Whether the current forward of the model may need decisions.
-            agreement: Agreement of the ranks that compute the block together.
+            block_ranks: The ranks that compute the block together.
         """
         self._name = name
         self._recomputation = recomputation
         self._is_wanted = is_wanted
-        self._agreement = agreement
+        self._block_ranks = block_ranks
         self._layer = layer_of(module)
         self._before: list[tuple[Any, Any]] = []
         self.acts = False
@@ -72,7 +72,7 @@ class Gate:
         if not (module.training and torch.is_grad_enabled()):
             return
         acts = self._may_act(module, args, kwargs)
-        self.acts = all(self._agreement.of_all(f"the start of '{self._name}'", acts))
+        self.acts = all(self._block_ranks.all_gather(f"the start of '{self._name}'", acts))
         if self.acts:
             own[_SWITCH], own[_FUNCTION] = True, self._recomputation
 

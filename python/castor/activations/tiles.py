@@ -32,7 +32,7 @@ _ROWS = -2
 """Dimension of the rows, which are tokens."""
 
 
-def tiled_parts(block: nn.Module, name: str, part: str) -> dict[str, nn.Module]:
+def tiled_submodules(block: nn.Module, name: str, part: str) -> dict[str, nn.Module]:
     """Returns the parts of a block that run in pieces, by their names in the block.
 
     Args:
@@ -84,7 +84,7 @@ def tile_mlps(
     found: list[nn.Module] = []
     for name, block in blocks.items():
         try:
-            parts = tiled_parts(block, name, "")
+            parts = tiled_submodules(block, name, "")
         except UsageError:
             continue
         for part, module in parts.items():
@@ -128,7 +128,7 @@ class TiledForward(OwnForward):
         self._tiles = tiles
         self._recomputation = Recomputation(module, name, compared=compared)
         self._unchecked = True
-        self.whole = False
+        self.untiled = False
         """Whether "auto" has found that the module cannot run in pieces."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,15 +142,15 @@ class TiledForward(OwnForward):
         forward = functools.partial(type(module).forward, module)
         tiles = self._tiles
         number = tiles.number if isinstance(tiles, Tiles) else tiles
-        if not module.training or not torch.is_grad_enabled() or self.whole:
+        if not module.training or not torch.is_grad_enabled() or self.untiled:
             return forward(*args, **kwargs)
         if isinstance(tiles, Tiles) and number == 1:
             return forward(*args, **kwargs)
         call = _Call(args, kwargs)
         if isinstance(tiles, Tiles) and self._unchecked:
-            self.whole = not self._may_be_cut(call, number)
+            self.untiled = not self._may_be_cut(call, number)
             self._unchecked = False
-            if self.whole:
+            if self.untiled:
                 return forward(*args, **kwargs)
         refuse_changeable(self._name, module, (*args, *kwargs.values()))
         if not call.has_rows:
@@ -234,7 +234,7 @@ class TiledForward(OwnForward):
 def is_tiled(module: nn.Module) -> bool:
     """Whether a module's forward runs in tiles."""
     forward = module.__dict__.get("forward")
-    return isinstance(forward, TiledForward) and not forward.whole
+    return isinstance(forward, TiledForward) and not forward.untiled
 
 
 class _Places:

@@ -1,27 +1,27 @@
 """Checkpoints: durable, verified, in the layouts of Hugging Face and torch.optim."""
 
-from castor.checkpoint.agreement import check_saved_alike, ready_on_all
 from castor.checkpoint.background import save_reading, wait
-from castor.checkpoint.dataloader import check_read_alike, make_resumable
+from castor.checkpoint.dataloader import check_equal_loaders, make_resumable
 from castor.checkpoint.model import save_model
 from castor.checkpoint.model_load import prepare_load_model
 from castor.checkpoint.optimizer import driver_of, save_optimizer
 from castor.checkpoint.optimizer_load import prepare_load_optimizer
+from castor.checkpoint.rank_checks import check_equal_saves, ready_on_all
 from castor.checkpoint.reading import Reading, Saving, at_once
 from castor.checkpoint.run import CheckpointInfo, latest, prepare_load, process_state, save
 from castor.checkpoint.scheduler import load_lr_scheduler, save_lr_scheduler
-from castor.checkpoint.serve import PartsOf
+from castor.checkpoint.serve import LocalShards
 from castor.checkpoint.shares import Share
 
 __all__ = [
     "CheckpointInfo",
-    "PartsOf",
+    "LocalShards",
     "Reading",
     "Saving",
     "Share",
     "at_once",
-    "check_read_alike",
-    "check_saved_alike",
+    "check_equal_loaders",
+    "check_equal_saves",
     "driver_of",
     "latest",
     "load_lr_scheduler",

@@ -86,7 +86,7 @@ def own_tensors(
     Args:
         model: A PeftModel.
         state: State dict of the model; with pipeline parallelism, this rank's entries of it.
-        known: Keys in each adapter's file, see WholeModel.adapters; None: PEFT decides them.
+        known: Keys in each adapter's file, see FullModel.adapters; None: PEFT decides them.
     """
     if known is None:
         return adapter_tensors(model, state)
@@ -136,7 +136,7 @@ def read_adapters(
         model: A PeftModel.
         directory: Directory that castor or PeftModel.save_pretrained wrote.
         state: State dict of the model, with its own tensor objects.
-        known: Keys in each adapter's file, see WholeModel.adapters; None: PEFT decides them.
+        known: Keys in each adapter's file, see FullModel.adapters; None: PEFT decides them.
 
     Returns:
         The stored tensors, and the model's tensors, both by key in the files. Keys of an adapter

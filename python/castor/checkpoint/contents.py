@@ -163,7 +163,7 @@ def read_hf(path: Path) -> Contents:
         weights=mapped(read_headers(weight_files(path))),
         tied=read_tied(path, PART_MANIFEST) if sealed else {},
         hub=read_hub(path, PART_MANIFEST) if sealed else None,
-        files=files_beside(path),
+        files=accompanying_files(path),
     )
 
 
@@ -193,7 +193,7 @@ def read_run(path: Path) -> Contents:
         hub=read_hub(model, PART_MANIFEST),
         optimizers=[_read_optimizer(directory / part) for part in optimizer_parts(directory)],
         trainer=read_trainer(directory),
-        files=files_beside(model),
+        files=accompanying_files(model),
     )
 
 
@@ -213,7 +213,7 @@ def _read_optimizer(directory: Path) -> OptimizerState:
     return OptimizerState(tensors=mapped(stored), description=description)
 
 
-def files_beside(directory: Path) -> list[Path]:
+def accompanying_files(directory: Path) -> list[Path]:
     """Returns the files of a model's directory that are neither weights nor castor's own."""
     return [
         path

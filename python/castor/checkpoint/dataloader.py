@@ -14,7 +14,7 @@ from castor.checkpoint import rng
 from castor.checkpoint.rank_sampler import RankSampler
 from castor.errors import CheckpointError
 from castor.runtime.boosted_model import BoostedModel
-from castor.runtime.ranks import check_alike
+from castor.runtime.ranks import check_equal_on_all
 
 _FORMAT = "castor-dataloader-1"
 
@@ -46,7 +46,7 @@ class ResumableLoader(DataLoader[Any]):
         resume, self._castor_resume = self._castor_resume, None
         if resume is not None:
             state, now = resume
-            return self._go_on(state, now) if self._cut_alike(state) else self._go_behind(state)
+            return self._go_on(state, now) if self._same_batches(state) else self._go_behind(state)
         if (sampler := _rank_sampler(self)) is not None:
             sampler.begin = 0
         return self._begin()
@@ -114,7 +114,7 @@ class ResumableLoader(DataLoader[Any]):
             "taken": sampler.taken(handed_out, self.batch_size or 1),
         }
 
-    def _cut_alike(self, state: dict[str, Any]) -> bool:
+    def _same_batches(self, state: dict[str, Any]) -> bool:
         """Whether the saved epoch was divided into batches as this loader divides it."""
         sampler, order = _rank_sampler(self), state.get("order")
         if sampler is None or order is None:
@@ -131,7 +131,7 @@ class ResumableLoader(DataLoader[Any]):
             raise CheckpointError("the saved dataloader position is not that of a torch DataLoader")
         sampler, saved = _rank_sampler(self), state | (state.get("order") or {})
         own: dict[str, Any] = {} if sampler is None else sampler.order
-        if self._cut_alike(state):
+        if self._same_batches(state):
             own |= {"batch_size": self.batch_size, "num_batches": _length(self)}
         for name, value in own.items():
             if saved.get(name, value) != value:
@@ -152,7 +152,7 @@ class ResumableLoader(DataLoader[Any]):
             CheckpointError: The state is that of another loader.
         """
         self.check_state_dict(state)
-        if self._cut_alike(state):
+        if self._same_batches(state):
             _set_generators(self, state["generators"])
         self._castor_position = None
         self._castor_resume = (state, rng.snapshot()) if state["begun"] is not None else None
@@ -210,7 +210,7 @@ def _resumable_class(base: Any) -> Any:
     return type(base.__name__, (ResumableLoader, base), {"__module__": base.__module__})
 
 
-def check_read_alike(shared: BoostedModel, loader: Any) -> None:
+def check_equal_loaders(shared: BoostedModel, loader: Any) -> None:
     """Checks that ranks which share a dataset sample it in the same order. Collective.
 
     Nothing is compared where a rank has no torch loader with a DistributedSampler: its data are its
@@ -235,7 +235,7 @@ def check_read_alike(shared: BoostedModel, loader: Any) -> None:
         }  # fmt: skip
     everyone = shared.gather(order)
     if all(everyone):
-        check_alike(everyone)
+        check_equal_on_all(everyone)
 
 
 def _pass_over(loader: ResumableLoader, batches: Any, count: int) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from castor.checkpoint.container import ComputedTensor, SavedTensor
-from castor.checkpoint.contents import Contents, files_beside
+from castor.checkpoint.contents import Contents, accompanying_files
 from castor.checkpoint.manifest import PART_MANIFEST, read_hub, read_tied, verify
 from castor.checkpoint.torch_layout import (
     by_name,
@@ -222,7 +222,7 @@ def read_dcp(directory: Path, names: Sequence[str] | None) -> Contents:
         hub=read_hub(directory, PART_MANIFEST) if sealed else None,
         optimizers=states_of(document, directory, names, str(directory)) if has_optimizer else [],
         trainer=trainer_of(directory),
-        files=files_beside(directory),
+        files=accompanying_files(directory),
         left_out=sorted(left_out),
     )
 

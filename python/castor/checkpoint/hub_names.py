@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from castor.checkpoint.container import ComputedTensor, SavedTensor
-from castor.checkpoint.held import HeldTensor
-from castor.checkpoint.parts import whole_shape
+from castor.checkpoint.full_tensors import full_shape
+from castor.checkpoint.snapshot import SnapshotTensor
 from castor.errors import CheckpointError
 from castor.lazy.replay import in_own_pages
 from castor.runtime.boosted_model import compiled_from
@@ -172,13 +172,13 @@ def hub_names_of(model: nn.Module) -> HubNames | None:
     model = compiled_from(model)
     engines = engines_holding(model)
     for engine in engines:
-        whole = engine.parts.whole_model if engine.parts else None
-        if whole is not None:
-            return None if whole.files is None else HubNames(model=model, layout=whole.files)
+        full = engine.model_shards.full_model if engine.model_shards else None
+        if full is not None:
+            return None if full.files is None else HubNames(model=model, layout=full.files)
     if not is_transformers_model(model):
         return None
     layout = file_layout(
-        model, sum(_numel(whole_shape(engines, param)) for param in model.parameters())
+        model, sum(_numel(full_shape(engines, param)) for param in model.parameters())
     )
     return None if layout is None else HubNames(model=model, layout=layout)
 
@@ -366,13 +366,13 @@ class ConvertedTensor(ComputedTensor):
     memory: tuple[int, int]
     """See PlannedTensor."""
 
-    def own(self, *, whole: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def own(self, *, replicated: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns the full tensor and a mask of the elements that this rank writes; None: none.
 
         Args:
-            whole: Whether this rank writes the tensors that are the same on several ranks.
+            replicated: Whether this rank writes the tensors that are the same on several ranks.
         """
-        return self.group.own(self.place, whole=whole)
+        return self.group.own(self.place, replicated=replicated)
 
 
 @dataclass(kw_only=True)
@@ -434,10 +434,12 @@ class Group:
         value: torch.Tensor = self._made.left.pop(place)
         return value
 
-    def own(self, place: int, *, whole: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def own(self, place: int, *, replicated: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns what ConvertedTensor.own returns for the tensor at `place`."""
         if place not in self._made.left:
-            parts = [(key, _own_part(one, whole=whole)) for key, one in self._sources.items()]
+            parts = [
+                (key, _own_part(one, replicated=replicated)) for key, one in self._sources.items()
+            ]
             if all(part is None for _, part in parts):
                 return None
             values = {key: self._filled(key, part, mask=False) for key, part in parts}
@@ -458,7 +460,7 @@ class Group:
         source = self._sources[key]
         dtype = torch.bool if mask else source.dtype
         flat = in_own_pages(torch.Size([max(_numel(source.shape), 1)]), dtype)
-        runs = source.runs if isinstance(source, HeldTensor) else None
+        runs = source.runs if isinstance(source, SnapshotTensor) else None
         if flat.nbytes < 2**20:
             flat.zero_()
         for begin, values in part or ():
@@ -498,19 +500,19 @@ def _values_of(tensors: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _own_part(tensor: SavedTensor, *, whole: bool) -> list[tuple[int, torch.Tensor]] | None:
+def _own_part(tensor: SavedTensor, *, replicated: bool) -> list[tuple[int, torch.Tensor]] | None:
     """Returns the runs of a tensor that this rank writes: (first element, elements); None: none.
 
-    Elements are counted in this rank's tensor. `whole`: see ConvertedTensor.own.
+    Elements are counted in this rank's tensor. `replicated`: see ConvertedTensor.own.
     """
-    if isinstance(tensor, HeldTensor):
+    if isinstance(tensor, SnapshotTensor):
         found = []
         for at, piece in tensor.own():
             # The piece is valid until the next one is asked for.
             values = torch.frombuffer(bytearray(piece), dtype=torch.uint8).view(tensor.dtype)
             found.append((at // tensor.element_size(), values))
         return found or None
-    if not whole or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+    if not replicated or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         return None
     return [(0, tensor.detach().cpu().reshape(-1))] if tensor.numel() else None
 

@@ -34,19 +34,19 @@ from castor.checkpoint.files import (
     os_errors,
     write_file,
 )
-from castor.checkpoint.held import held_weights
+from castor.checkpoint.full_tensors import (
+    full_adapters,
+    full_dtensors,
+    full_keys,
+    full_model_tensors,
+    local_targets,
+)
 from castor.checkpoint.hub_names import ConvertedTensor, HubNames, hub_names_of, record_of
 from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
-from castor.checkpoint.parts import (
-    adapters_in_whole,
-    keys_in_whole,
-    model_in_whole,
-    own_targets,
-    shards_in_whole,
-)
 from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.shares import Share
+from castor.checkpoint.snapshot import snapshot_weights
 from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
 from castor.runtime.boosted_model import compiled_from, name_before_compile
@@ -115,9 +115,9 @@ def tied_keys(model: nn.Module) -> dict[str, str]:
 def _numbers(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Numbers the tensors by key; with pipeline parallelism, the tensors of all stages."""
     for engine in engines_holding(model):
-        if engine.parts and engine.parts.whole_model:
-            whole = engine.parts.whole_model.tensors
-            return {key: number for key, (number, _) in whole.items()}
+        if engine.model_shards and engine.model_shards.full_model:
+            full = engine.model_shards.full_model.tensors
+            return {key: number for key, (number, _) in full.items()}
     return {key: id(tensor) for key, tensor in state.items()}
 
 
@@ -132,7 +132,7 @@ def tensors_of(model: nn.Module, share: Share | None) -> dict[str, SavedTensor]:
     """
     model = compiled_from(model)
     for engine in engines_holding(model):
-        engine.session.send_home()
+        engine.session.move_to_host()
     state = state_of(model)
     kept = kept_keys(model, _numbers(model, state))
     saved = _in_turn(model, state, share)
@@ -228,14 +228,14 @@ def _save_adapters(
 ) -> Saving:
     """Writes the adapters of a PeftModel, one file each, without the base model."""
     engines, state = engines_holding(model), state_of(model)
-    known = adapters_in_whole(engines)
+    known = full_adapters(engines)
     for engine in engines if known else ():
-        state = own_targets(engine, state)[0]
+        state = local_targets(engine, state)[0]
     found = own_tensors(model, state, known)
     for of_adapter in found.values():
         check_savable(of_adapter)
     for engine in engines:
-        engine.session.send_home()
+        engine.session.move_to_host()
     order = known or found
     adapters = {
         adapter: taken(reading, _in_turn(model, of_adapter, share_of(reading), order[adapter]))
@@ -313,15 +313,15 @@ def _in_turn(
         share: This rank's share of the work.
         order: All keys in the file, where each rank has some of them; None: those of the model.
     """
-    saved = shards_in_whole(model, state, "model")
+    saved = full_dtensors(model, state, "model")
     for engine in engines_holding(model):
         for key, tensor in state.items():
             if isinstance(tensor, nn.Parameter) and tensor in engine.index_of:
-                saved[key] = held_weights(engine, tensor)
-        if engine.parts is not None:
+                saved[key] = snapshot_weights(engine, tensor)
+        if engine.model_shards is not None:
             assert share is not None
-            keys = keys_in_whole(engine) if order is None else order
-            saved = model_in_whole(engine, saved, state.get, share, keys)
+            keys = full_keys(engine) if order is None else order
+            saved = full_model_tensors(engine, saved, state.get, share, keys)
     return saved
 
 

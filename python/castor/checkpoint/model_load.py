@@ -15,8 +15,14 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from castor.checkpoint import adapters
-from castor.checkpoint.agreement import ReadyLoad, contents_of
 from castor.checkpoint.container import StoredTensor, read_headers
+from castor.checkpoint.full_tensors import (
+    full_adapters,
+    full_keys,
+    full_shape,
+    local_shard,
+    local_targets,
+)
 from castor.checkpoint.hub_names import (
     PlannedTensor,
     hub_names_of,
@@ -26,13 +32,7 @@ from castor.checkpoint.hub_names import (
 )
 from castor.checkpoint.manifest import PART_MANIFEST, read_hub, verify
 from castor.checkpoint.model import INDEX, SINGLE_FILE, kept_keys, state_of, weight_files
-from castor.checkpoint.parts import (
-    adapters_in_whole,
-    keys_in_whole,
-    local_shard,
-    own_targets,
-    whole_shape,
-)
+from castor.checkpoint.rank_checks import ReadyLoad, contents_of
 from castor.checkpoint.staging import recover
 from castor.checkpoint.tensor_bytes import pieces
 from castor.config.names import LoadedWeights
@@ -117,7 +117,7 @@ class ModelLoad:
         Returns:
             The missing and unexpected keys.
         """
-        whole = [engine.session.whole for engine in self.engines]
+        whole = [engine.session.consistent for engine in self.engines]
         loaded = set(self.targets.values())
         for engine in self.engines:
             every_weight = not self.incompatible.missing_keys and loaded.issuperset(engine.params)
@@ -125,7 +125,7 @@ class ModelLoad:
             engine.session.begin_load(weights=weights, states=with_optimizer)
         self.sources(lambda key, source: self._assign(self.targets[key], source))
         for engine in self.engines:
-            engine.session.share_homes()
+            engine.session.share_weights()
         for engine, before in zip(self.engines, whole, strict=True):
             # Parameters that the checkpoint lacks still have the values of a step that failed.
             trained = (p for p, t in zip(engine.params, engine.trained, strict=True) if t)
@@ -173,10 +173,10 @@ def prepare_model(model: nn.Module, directory: Path, *, strict: bool) -> ModelLo
     _check_targets(model, targets)
     others: dict[str, tuple[int, tuple[int, ...]]] = {}
     for engine in engines:
-        targets, others = own_targets(engine, targets)
+        targets, others = local_targets(engine, targets)
     of_peft = is_peft_model(model)
     if of_peft and not any((directory / name).exists() for name in (SINGLE_FILE, INDEX)):
-        known = adapters_in_whole(engines)
+        known = full_adapters(engines)
         stored, targets = adapters.read_adapters(model, directory, targets, known)
         others = {
             adapters.prefix_of(adapter) + key: others[of]
@@ -221,7 +221,7 @@ def _match(
     """
     numbers = {key: number for key, (number, _) in others.items()}
     numbers |= {key: id(tensor) for key, tensor in targets.items()}
-    whole = [key for engine in engines for key in keys_in_whole(engine)]
+    whole = [key for engine in engines for key in full_keys(engine)]
     numbers = {key: numbers[key] for key in dict.fromkeys((*whole, *numbers))}
     comparison = _compare(stored, targets, engines, others)
     sources = _one_by_one(partial(_from_files, stored, targets))
@@ -229,7 +229,7 @@ def _match(
     plan = None
     if names is not None:
         shapes = {key: shape for key, (_, shape) in others.items()}
-        shapes |= {key: whole_shape(engines, tensor) for key, tensor in targets.items()}
+        shapes |= {key: full_shape(engines, tensor) for key, tensor in targets.items()}
         shapes = {key: shapes[key] for key in numbers}
         kept = kept_keys(model, numbers)
         plan = names.plan_of_files(shapes, {key: key for key in numbers if key not in kept})
@@ -445,7 +445,7 @@ def _compare(
     loaded = {id(targets[key]) for key in stored if key in targets}
     for key, target in targets.items():
         if key in stored:
-            shape, own = stored[key].shape, whole_shape(engines, target)
+            shape, own = stored[key].shape, full_shape(engines, target)
             if shape != own:
                 comparison.mis_shaped.append((key, shape, own))
         elif id(target) not in loaded:  # else it is tied to one that is there

@@ -23,17 +23,17 @@ from castor.checkpoint.container import (
     split,
 )
 from castor.checkpoint.files import OVERHEAD_BYTES, FileEntry, write_file
-from castor.checkpoint.held import Part, held, part_of_weights
-from castor.checkpoint.model import seal_part
-from castor.checkpoint.parts import (
-    names_in_whole,
-    optimizer_in_whole,
+from castor.checkpoint.full_tensors import (
+    full_dtensors,
+    full_names,
+    full_optimizer_state,
     shape_of_scales,
-    shards_in_whole,
 )
+from castor.checkpoint.model import seal_part
 from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.shares import Share
+from castor.checkpoint.snapshot import Shard, shard_of_weights, snapshot
 from castor.checkpoint.staging import staged
 from castor.checkpoint.values import encode
 from castor.errors import CheckpointError, UsageError
@@ -102,7 +102,7 @@ def names_of(optimizer: Optimizer, model: nn.Module | None) -> dict[torch.Tensor
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if driver is not None:
         known: dict[torch.Tensor, str] = dict(
-            zip(driver.engine.params, names_in_whole(driver.engine), strict=True)
+            zip(driver.engine.params, full_names(driver.engine), strict=True)
         )
     elif model is not None:
         known = {param: name for name, param in model.named_parameters()}
@@ -173,14 +173,14 @@ def state_of_optimizer(
         )
     names = names_of(optimizer, model)
     own, numbers = tensors_and_numbers(optimizer, model)
-    tensors = shards_in_whole(model, own, "optimizer")
+    tensors = full_dtensors(model, own, "optimizer")
     groups: Sequence[Sequence[str]] = [
         [names[param] for param in group["params"]] for group in optimizer.param_groups
     ]
-    if driver is not None and driver.engine.parts is not None:
+    if driver is not None and driver.engine.model_shards is not None:
         assert share is not None
         params = {name: param for param, name in names.items()}
-        tensors, numbers, groups = optimizer_in_whole(
+        tensors, numbers, groups = full_optimizer_state(
             *(driver.engine, tensors, numbers, groups),
             lambda key: params[key.rpartition(".")[0]],
             share,
@@ -213,7 +213,7 @@ def tensors_and_numbers(
     driver = driver_of(optimizer)
     if driver is not None:
         driver.take_up_edits(optimizer)
-        driver.engine.session.send_home()
+        driver.engine.session.move_to_host()
     tensors: dict[str, SavedTensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for param, name in names_of(optimizer, model).items():
@@ -263,19 +263,21 @@ def _portable(driver: Driver, param: torch.Tensor, entry: dict[Any, Any]) -> dic
     session = engine.session
     names = session.state_names(index)
 
-    def whole(name: str) -> torch.Tensor:
+    def full(name: str) -> torch.Tensor:
         return _in_float32(session, index, session.saved_states(index), name)
 
-    def part(name: str) -> Part:
+    def shard(name: str) -> Shard:
         first, _ = session.saved_piece(index)
-        part = _in_float32(session, index, session.saved_states_of_piece(index), name)
-        return (first // _C.MOMENT_BLOCK * 2 if name == "scales" else first), part
+        shard = _in_float32(session, index, session.saved_states_of_piece(index), name)
+        return (first // _C.MOMENT_BLOCK * 2 if name == "scales" else first), shard
 
     # Look at the keys alone: the value of a stored entry would be read from NVMe.
     portable: dict[Any, Any] = {key: entry[key] for key in entry if key not in names}
     for name in names:
         shape = shape_of_scales(param.shape) if name == "scales" else None
-        portable[name] = held(engine, index, partial(whole, name), partial(part, name), shape=shape)
+        portable[name] = snapshot(
+            engine, index, partial(full, name), partial(shard, name), shape=shape
+        )
     return portable
 
 
@@ -301,20 +303,20 @@ def _master(engine: Engine, param: torch.Tensor) -> SavedTensor:
     index = engine.index_of[param]  # type: ignore[index]
     session = engine.session
 
-    def whole() -> torch.Tensor:
+    def full() -> torch.Tensor:
         master = session.saved_master(index)
         assert master is not None
         edited = session.state_format(index) == "fp32"
         return _reconcile(session.saved_weights(index), master) if edited else master
 
-    def part() -> Part:
-        first, weights = part_of_weights(engine, index)
+    def shard() -> Shard:
+        first, weights = shard_of_weights(engine, index)
         master = session.saved_master_of_piece(index)
         assert master is not None
         edited = session.state_format(index) == "fp32"
         return first, _reconcile(weights, master) if edited else master
 
-    return held(engine, index, whole, part)
+    return snapshot(engine, index, full, shard)
 
 
 def _describe_group(position: int, group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from torch import nn
 from torch.optim import Optimizer
 
-from castor.checkpoint.agreement import ReadyLoad, contents_of
 from castor.checkpoint.container import StoredTensor, read_headers
+from castor.checkpoint.full_tensors import full_shape, local_shard, remote_names
 from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.optimizer import DESCRIPTION, FORMAT, driver_of, names_of
-from castor.checkpoint.parts import local_shard, names_of_others, whole_shape
+from castor.checkpoint.rank_checks import ReadyLoad, contents_of
 from castor.checkpoint.staging import recover
 from castor.checkpoint.values import decode
 from castor.errors import CheckpointError, UsageError
@@ -139,7 +139,7 @@ def prepare_load_optimizer(
             optimizers than this one.
     """
     driver = driver_of(optimizer)
-    if driver is not None and driver.num_optimizers > 1 and not driver.engine.session.whole:
+    if driver is not None and driver.num_optimizers > 1 and not driver.engine.session.consistent:
         raise UsageError(
             f"the run is broken, and the states of {driver.num_optimizers} optimizers with it: "
             "load them together, with booster.load(..., optimizer=[...])"
@@ -172,7 +172,7 @@ def prepare_optimizer(
     stored = read_headers([directory / name for name in document["files"]])
     numbers = {name: decode(entry) for name, entry in document["state"].items()}
     driver = driver_of(optimizer)
-    others = names_of_others(driver.engine) if driver else set()
+    others = remote_names(driver.engine) if driver else set()
     groups = _match_groups(document["groups"], optimizer, names, others)
     _check_kind(optimizer, document, stored, numbers)
     stored = {key: one for key, one in stored.items() if key.rpartition(".")[0] not in others}
@@ -285,7 +285,7 @@ def _check_entries(
         name, _, field = key.rpartition(".")
         if name not in params:
             raise CheckpointError(f"{entry.path} holds '{key}', of a parameter that is in no group")
-        shape = whole_shape(engines, params[name])
+        shape = full_shape(engines, params[name])
         if field in of_params and entry.shape != shape:
             raise CheckpointError(
                 f"size mismatch for the optimizer state '{key}': the checkpoint has "

@@ -13,9 +13,9 @@ import torch
 
 from castor.checkpoint.container import SavedTensor, Tensors, write_files
 from castor.checkpoint.files import FileEntry, os_errors
-from castor.checkpoint.held import HeldTensor
 from castor.checkpoint.pace import Pace
 from castor.checkpoint.shares import Share
+from castor.checkpoint.snapshot import SnapshotTensor
 from castor.config.memory import host_memory
 from castor.runtime.engine import Engine
 
@@ -71,7 +71,7 @@ class Reading:
         """
         taken = dict(tensors)
         for key, tensor in tensors.items():
-            if isinstance(tensor, HeldTensor):
+            if isinstance(tensor, SnapshotTensor):
                 chunk = tensor.engine.session.chunk_of(tensor.index)
                 self._chunks[tensor.engine][chunk] += 1
                 if tensor.states:
@@ -162,7 +162,7 @@ class Reading:
             engine.session.end_reads()
 
     def _holds(self) -> bool:
-        return any(engine.session.reads_held for engine in self._chunks)
+        return any(engine.session.reads_awaited for engine in self._chunks)
 
     def _written(self, engine: Engine, chunk: int) -> None:
         left = self._chunks[engine]

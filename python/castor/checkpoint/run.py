@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.checkpoint import rng
-from castor.checkpoint.agreement import ReadyLoad, contents_of
 from castor.checkpoint.container import SavedTensor, bytes_of, split
 from castor.checkpoint.files import OVERHEAD_BYTES, FileEntry, os_errors, write_file
 from castor.checkpoint.hub_names import hub_names_of
@@ -33,6 +32,7 @@ from castor.checkpoint.optimizer import (
     write_optimizer,
 )
 from castor.checkpoint.optimizer_load import prepare_optimizer
+from castor.checkpoint.rank_checks import ReadyLoad, contents_of
 from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
 from castor.checkpoint.scheduler import scheduler_document, scheduler_state
 from castor.checkpoint.sealed_json import canonical

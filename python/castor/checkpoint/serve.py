@@ -10,16 +10,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.checkpoint.container import SavedTensor
+from castor.checkpoint.full_tensors import values_of
 from castor.checkpoint.model import state_of
 from castor.checkpoint.optimizer import names_of, tensors_and_numbers
-from castor.checkpoint.parts import values_of
 from castor.runtime.boosted_model import compiled_from
 
 
-class PartsOf:
-    """Lookup of this rank's shards by the keys of shards_in_whole.
+class LocalShards:
+    """Lookup of this rank's shards by the keys of full_dtensors.
 
-    Implements castor.runtime.model_parts.OwnParts.
+    Implements castor.runtime.model_shards.ShardFinder.
     """
 
     def __init__(self, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:

@@ -20,9 +20,9 @@ from castor.checkpoint.files import (
     read_pieces,
     write_behind,
 )
-from castor.checkpoint.held import HeldTensor
 from castor.checkpoint.hub_names import ConvertedTensor, own_runs
 from castor.checkpoint.pace import Pace
+from castor.checkpoint.snapshot import SnapshotTensor
 from castor.checkpoint.tensor_bytes import pieces
 from castor.checkpoint.write_behind import WriteBehind
 from castor.checkpoint.writer import Writer
@@ -41,17 +41,17 @@ class Share:
     rank is raised on every rank, at its next collective call.
     """
 
-    def __init__(self, peers: Peers, *, writes_whole: bool) -> None:
+    def __init__(self, peers: Peers, *, writes_replicated: bool) -> None:
         """Joins the save; every rank makes one Share for it.
 
         Args:
             peers: Ranks that take part, in a group that nothing else uses meanwhile.
-            writes_whole: Whether this rank writes the tensors that are the same on all ranks with
-                the same shard of the model. These are buffers, step counts, and the states of an
-                optimizer that runs its own step.
+            writes_replicated: Whether this rank writes the tensors that are the same on all ranks
+                with the same shard of the model. These are buffers, step counts, and the states of
+                an optimizer that runs its own step.
         """
         self._peers = peers
-        self.writes_whole = writes_whole
+        self.writes_replicated = writes_replicated
         self._over = False
 
     @property
@@ -147,7 +147,7 @@ class Share:
         with io.FileIO(path, "r+") as through_cache:
             for name, (start, _) in places.items():
                 tensor = tensors[name]
-                if isinstance(tensor, HeldTensor):
+                if isinstance(tensor, SnapshotTensor):
                     runs = tensor.runs and tensor.runs.in_bytes(tensor.element_size(), start)
                     for at, piece in tensor.own():
                         if runs is None:
@@ -163,7 +163,11 @@ class Share:
                     self._write_converted(tensor, start, writer, through_cache)
                     if pace is not None:
                         pace.rest()
-                elif self.writes_whole and isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                elif (
+                    self.writes_replicated
+                    and isinstance(tensor, torch.Tensor)
+                    and not tensor.is_meta
+                ):
                     writer.seek(start)
                     for piece in pieces(tensor):
                         writer.append(piece)
@@ -181,7 +185,7 @@ class Share:
             writer: Writer of the file.
             through_cache: Another descriptor of the file, for a shard of too many runs.
         """
-        own = tensor.own(whole=self.writes_whole)
+        own = tensor.own(replicated=self.writes_replicated)
         if own is not None:
             values, mine = (one.contiguous() for one in own)
             runs = own_runs(values, mine, most=_MOST_RUNS)

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from castor.checkpoint.container import ComputedTensor, SavedTensor, check_savable
 from castor.checkpoint.contents import (
     Contents,
+    accompanying_files,
     copy_files,
-    files_beside,
     in_files,
     listed,
 )
@@ -278,7 +278,7 @@ def read_torch(path: Path, names: Sequence[str] | None) -> Contents:
             verify(path, PART_MANIFEST)
         sealed = (path / PART_MANIFEST).exists()
         contents = Contents(
-            files=files_beside(path),
+            files=accompanying_files(path),
             trainer=trainer_of(path),
             hub=read_hub(path, PART_MANIFEST) if sealed else None,
         )

@@ -10,7 +10,7 @@ from functools import partial
 from castor import _C
 from castor.checkpoint.write_behind import WriteBehind
 from castor.errors import IoError
-from castor.runtime.model_parts import Runs, Segments
+from castor.runtime.model_shards import Runs, Segments
 
 _BLOCK_BYTES = 4096
 """Size of a page in bytes; a block of a disk is no larger. See Writer."""

@@ -28,7 +28,7 @@ class BlockChoice:
     """Name of the part of the block that `kind` is about; "": the block."""
     tiles: int = 0
     """Pieces of the rows that a part runs on, one after the other; 0: on all at once."""
-    tiled_part: str = ""
+    tiled_submodule: str = ""
     """Name of the part; "": the block's MLP."""
 
     @classmethod
@@ -44,7 +44,7 @@ class BlockChoice:
             kind=of_kind[1] if of_kind else "",
             part=of_kind[2] or "" if of_kind else "",
             tiles=int(of_tiles[1]) if of_tiles else 0,
-            tiled_part=of_tiles[2] or "" if of_tiles else "",
+            tiled_submodule=of_tiles[2] or "" if of_tiles else "",
         )
         part_of_none = choice.kind == "keep" and choice.part
         if not choice.kind or part_of_none or (plus and choice.tiles < 2):

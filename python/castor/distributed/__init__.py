@@ -1,6 +1,7 @@
 """Tensor, expert, context and pipeline parallelism."""
 
 from castor.distributed.adapters import beneath_adapters
+from castor.distributed.context_parallel import ContextParallel
 from castor.distributed.expert_parallel import ExpertParallel
 from castor.distributed.layout import RankLayout, data_rank_and_size
 from castor.distributed.microbatches import (
@@ -15,15 +16,15 @@ from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import find_pipeline_plan
 from castor.distributed.rng_state import Generators
 from castor.distributed.sequence_attention import Mode
-from castor.distributed.sequence_parallel import SequenceParallel
 from castor.distributed.shard_spec import check_blocks
 from castor.distributed.tensor_parallel import TensorParallel
-from castor.distributed.tensor_plan import Plan, find_plan, with_whole_experts
+from castor.distributed.tensor_plan import Plan, find_plan, with_expert_parallel
 from castor.distributed.tensor_ranks import TensorRanks
 
 __all__ = [
     "Accumulation",
     "Asked",
+    "ContextParallel",
     "Criterion",
     "ExpertParallel",
     "Generators",
@@ -33,7 +34,6 @@ __all__ = [
     "Plan",
     "RankLayout",
     "Schedule",
-    "SequenceParallel",
     "TensorParallel",
     "TensorRanks",
     "beneath_adapters",
@@ -42,5 +42,5 @@ __all__ = [
     "find_pipeline_plan",
     "find_plan",
     "schedule_of",
-    "with_whole_experts",
+    "with_expert_parallel",
 ]

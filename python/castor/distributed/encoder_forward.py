@@ -12,7 +12,7 @@ from castor.distributed.device_copies import broadcast
 from castor.distributed.inputs import by_name, check_inputs
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import SHIFT
-from castor.distributed.stage_runs import run_together
+from castor.distributed.stage_runs import run_collectively
 from castor.distributed.stage_transfer import SendHidden, tokens_of
 from castor.errors import UsageError
 from castor.runtime.own_forward import WrappedForward
@@ -57,10 +57,10 @@ class EncoderForward(WrappedForward):
         given: list[Any] = []
 
         def work() -> None:
-            with parallel.modules.together(self._send_hidden):
+            with parallel.modules.running_stages(self._send_hidden):
                 given.append(self._in_model((), named))
 
-        run_together(parallel, encoder, work)
+        run_collectively(parallel, encoder, work)
         return given[0]
 
     def _in_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -55,7 +55,7 @@ class ExpertParallel(TensorParallel):
             Error: A rank is gone.
         """
         present, scale = session.gradient_marks()
-        whole = [i for i, param in enumerate(params) if param not in self.cuts]
+        whole = [i for i, param in enumerate(params) if param not in self.shard_specs]
         everyone = self.ranks.hear("a step", ([present[i] for i in whole], scale))
         scales = {of for _, (_, of) in everyone if of is not None}
         if len(scales) > 1:

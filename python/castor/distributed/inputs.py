@@ -46,7 +46,7 @@ def check_inputs(
     kwargs: dict[str, Any],
     *,
     asked: Mapping[str, Any] | None = None,
-    beside: Any = None,
+    extra: Any = None,
 ) -> list[Any]:
     """Checks that all ranks were called with equal inputs. Collective.
 
@@ -59,10 +59,10 @@ def check_inputs(
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         asked: Other values that have to be equal, by their names in a message.
-        beside: Value that may differ; see Peers.check_equal.
+        extra: Value that may differ; see Peers.check_equal.
 
     Returns:
-        The value of `beside` of each rank, in rank order.
+        The value of `extra` of each rank, in rank order.
 
     Raises:
         UsageError: Ranks were given different inputs; every rank raises it.
@@ -78,7 +78,7 @@ def check_inputs(
         if values.numel() and not values.is_meta:  # meta: a simulated model
             digest = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, digest)
     what = f"the inputs of {type(model).__name__} (ranks that divide it take one batch)"
-    return ranks.check_equal({what: f"{digest:08x}"} | dict(asked or {}), beside=beside)
+    return ranks.check_equal({what: f"{digest:08x}"} | dict(asked or {}), extra=extra)
 
 
 def check_numbers(

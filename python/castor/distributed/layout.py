@@ -40,7 +40,7 @@ class RankLayout:
     """Ranks with the other pipeline stages, for the same data; None: there is one stage."""
     lines: tuple[tuple[int, ...], ...] = ()
     """Processes of each pipeline, one for each rank of `stages`, in the order of stages."""
-    between_stages: distributed.ProcessGroup | None = None
+    stage_group: distributed.ProcessGroup | None = None
     """Process group that sends stage inputs and outputs; None: there is one stage."""
     everyone: Peers | None = None
     """All ranks, for checkpoints; None: each has the full model, and `data` are all ranks."""
@@ -96,7 +96,7 @@ class RankLayout:
             stages=_exchanging(lines, rank),
             subsets=subsets,
             lines=tuple(map(tuple, lines)),
-            between_stages=own_group(lines) if stages > 1 else None,
+            stage_group=own_group(lines) if stages > 1 else None,
             everyone=make_savers() if tensor_size * stages > 1 else None,
         )
 
@@ -125,7 +125,7 @@ class RankLayout:
         taken = max(0, free - backend.free_bytes())
         return replace(self, device_backend=backend, communicator_bytes=taken)
 
-    def among_stages(self, numbers: Sequence[int]) -> TensorRanks | None:
+    def peers_of_stages(self, numbers: Sequence[int]) -> TensorRanks | None:
         """Makes a group of some of this rank's pipeline ranks.
 
         Collective: every rank of the run calls it, with the same numbers.

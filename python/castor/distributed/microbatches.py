@@ -73,12 +73,12 @@ class Microbatches:
         }
         if brought.get(_ITEMS) is not None:
             brought[_ITEMS] = brought[_ITEMS] / count
-        parts = [dict(brought) for _ in range(count)]
+        microbatches = [dict(brought) for _ in range(count)]
         for name, value in brought.items():
             if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows:
-                for part, own in zip(parts, value.chunk(count), strict=True):
+                for part, own in zip(microbatches, value.chunk(count), strict=True):
                     part[name] = own
-        return parts
+        return microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +178,9 @@ class Accumulation:
         model = self._model()
         assert model is not None
         (engine,) = engines_holding(model)
-        parts = self._microbatches.of(named(batch), engine.device)
+        microbatches = self._microbatches.of(named(batch), engine.device)
         losses, kept = [], []
-        for part in parts:
+        for part in microbatches:
             with giving_logits(asked, *self._divided):
                 outputs = model(**part)
             if asked.outputs:
@@ -189,8 +189,8 @@ class Accumulation:
                 loss = asked.loss_of(outputs, part)
                 losses.append(loss.item())
                 if torch.is_grad_enabled():
-                    (loss / len(parts) * asked.scale).backward()
-        mean = sum(one / len(parts) for one in losses)
+                    (loss / len(microbatches) * asked.scale).backward()
+        mean = sum(one / len(microbatches) for one in losses)
         return Pass(
             loss=torch.tensor(mean) if asked.loss else None,
             outputs=kept if asked.outputs else None,

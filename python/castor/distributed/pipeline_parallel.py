@@ -16,10 +16,10 @@ from torch import distributed, nn
 from torch.optim import Optimizer
 
 from castor import _C
+from castor.distributed.context_parallel import ContextParallel
 from castor.distributed.inputs import asked_of
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.rng_state import Generators
-from castor.distributed.sequence_parallel import SequenceParallel
 from castor.distributed.shared_parameters import SharedCopy, SharedParameters
 from castor.distributed.stage_transfer import StageTransfer
 from castor.distributed.stages import StageModules, places_of
@@ -28,7 +28,7 @@ from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 from castor.lazy import is_lazy, random_states
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.model_parts import Runs, Segments, WholeModel
+from castor.runtime.model_shards import FullModel, Runs, Segments
 from castor.runtime.packed import is_packed
 from castor.runtime.peft_model import adapter_tensors, is_peft_model
 from castor.runtime.ranks import Peers
@@ -48,7 +48,7 @@ class PipelineParallel:
         plan: PipelinePlan,
         ranks: TensorRanks,
         *,
-        among: Callable[[Sequence[int]], TensorRanks | None],
+        peers_of_stages: Callable[[Sequence[int]], TensorRanks | None],
         group: distributed.ProcessGroup,
         chunks: int = 1,
         folded: bool = False,
@@ -60,8 +60,8 @@ class PipelineParallel:
             model: A full model of transformers, on the CPU, lazy or not.
             plan: Pipeline plan of the model.
             ranks: Ranks that have its stages.
-            among: Makes a group of some of these ranks, by their numbers, or returns None if this
-                rank is not among them. All ranks of the run call it with the same numbers.
+            peers_of_stages: Makes a group of some of these ranks, by their numbers, or returns None
+                if this rank is not among them. All ranks of the run call it with the same numbers.
             group: Process group that stage inputs and outputs go through.
             chunks: Number of stages of each rank.
             folded: Whether every second row of stages goes back from the last rank to the first, as
@@ -102,7 +102,7 @@ class PipelineParallel:
         """Number of the rank that has each block of the model."""
         self.tensor: TensorParallel | None = None
         """Tensor parallelism of each layer; None: there is none."""
-        self.sequences: SequenceParallel | None = None
+        self.sequences: ContextParallel | None = None
         """Context parallelism; None: there is none."""
         self.running = False
         """Whether a pass through all stages is under way, in which the model may be called."""
@@ -118,12 +118,12 @@ class PipelineParallel:
         self._transfer = StageTransfer.of(model, plan)
         self.ask_for_router_logits(model, {})
         self._cuts = [sum(layers[:stage]) for stage in range(stages + 1)]
-        self._among = among
+        self._peers_of_stages = peers_of_stages
         self.group = group
         self.device = torch.device("cpu")
         """Device that this rank computes on."""
         self.generators = Generators(self.device)
-        self.whole_model: WholeModel | None = None
+        self.full_model: FullModel | None = None
         self._shared = SharedParameters([])
         """Parameters of which other ranks' stages have copies too."""
         self._modules: StageModules | None = None
@@ -179,7 +179,7 @@ class PipelineParallel:
             if not is_lazy(tensor):
                 self.ranks.share(tensor)
         mine = [stage for stage in range(self.num_stages) if self._rank_of[stage] == self._rank]
-        self.whole_model = _describe(named, optimizers)
+        self.full_model = _describe(named, optimizers)
         self._modules = StageModules(places, mine, self._cuts, self._transfer)
         own = set(model.parameters())
         self._shared = self._find_shared(owners)
@@ -294,14 +294,14 @@ class PipelineParallel:
         squared = self.tensor.squared_norm(*mine) if self.tensor else sum(mine[1])
         return math.sqrt(sum(self.ranks.gather(squared)))
 
-    def whole_shape(self, param: torch.Tensor) -> tuple[int, ...] | None:
+    def full_shape(self, param: torch.Tensor) -> tuple[int, ...] | None:
         """See TensorParallel."""
-        return self.tensor.whole_shape(param) if self.tensor else None
+        return self.tensor.full_shape(param) if self.tensor else None
 
-    def own(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
         """See TensorParallel."""
         assert self.tensor is not None
-        return self.tensor.own(param, whole)
+        return self.tensor.local_shard(param, full)
 
     def runs(self, param: torch.Tensor) -> Runs | Segments | None:
         """See TensorParallel."""
@@ -318,9 +318,9 @@ class PipelineParallel:
         return self._rank
 
     @property
-    def has_first_part(self) -> bool:
+    def has_first_shard(self) -> bool:
         """Whether this rank is the first of those with its stages; see TensorParallel."""
-        return self.tensor is None or self.tensor.has_first_part
+        return self.tensor is None or self.tensor.has_first_shard
 
     def meet(self) -> None:
         """Returns when the ranks of all stages are here; see TensorParallel. Collective.
@@ -348,7 +348,7 @@ class PipelineParallel:
                 continue
             members = tuple(sorted(ranks))
             if members not in groups:
-                groups[members] = self._among(members)
+                groups[members] = self._peers_of_stages(members)
             if group := groups[members]:
                 copies.append(SharedCopy(param=param, ranks=group))
         return SharedParameters(copies)
@@ -380,7 +380,7 @@ def _rank_of(stage: int, size: int, *, folded: bool) -> int:
     return size - 1 - place if folded and row % 2 else place
 
 
-def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> WholeModel:
+def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> FullModel:
     tensors: dict[str, tuple[int, tuple[int, ...]]] = {}
     numbers: dict[int, int] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
@@ -393,7 +393,7 @@ def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> WholeModel:
                 "that stages could tell each other: train quantised models without pp_size"
             )
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return WholeModel(
+    return FullModel(
         tensors=tensors,
         groups=[[names[param] for param in group["params"]] for group in groups],
         files=file_layout(model),
@@ -402,7 +402,7 @@ def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> WholeModel:
 
 
 def _adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Returns the tensors that PEFT writes of a full model; see WholeModel.adapters.
+    """Returns the tensors that PEFT writes of a full model; see FullModel.adapters.
 
     Raises:
         NotImplementedError: PEFT writes a tensor that is not the model's.

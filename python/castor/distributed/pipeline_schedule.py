@@ -32,8 +32,8 @@ from castor.distributed.microbatches import (
 )
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.split_backward import Enter, SplitBackward
-from castor.distributed.stage_runs import FOR_THE_LOSS, OF_THE_LAST_STAGE, run_together
-from castor.distributed.staged_forward import StagedForward, check_outputs, refuse_parts
+from castor.distributed.stage_runs import FOR_THE_LOSS, OF_THE_LAST_STAGE, run_collectively
+from castor.distributed.staged_forward import StagedForward, check_outputs, refuse_submodules
 from castor.errors import UsageError
 from castor.runtime.engine import Engine, engines_holding
 
@@ -69,7 +69,7 @@ class PipelineSchedule:
         assert model is not None
         forward = StagedForward(model, self._parallel)
         model.forward = forward
-        refuse_parts(model, self._parallel)
+        refuse_submodules(model, self._parallel)
         if encoder := self._parallel.encoder:
             encoder.forward = EncoderForward(encoder, self._parallel, forward.send_hidden)
 
@@ -103,31 +103,31 @@ class PipelineSchedule:
         if parallel.encoder:
             check_encodes(model, batch)
             batch = complete(model, batch)
-        parts = self._microbatches.of(batch, parallel.device)
+        microbatches = self._microbatches.of(batch, parallel.device)
         check_outputs(model, batch)
         parallel.ask_for_router_logits(model, batch)
         if parallel.sequences and training:
             check_inputs(parallel.sequences.ranks, model, (), dict(batch))
         if asked.needs_loss and asked.criterion is None and FOR_THE_LOSS.isdisjoint(batch):
             raise UsageError(NO_LOSS)  # on every rank, since only the last stage would find out
-        stages, schedule = self._prepare(parts, training=training)
+        stages, schedule = self._prepare(microbatches, training=training)
         for stage in stages:
-            stage.begin(parts, asked)
+            stage.begin(microbatches, asked)
 
         def work() -> float | None:
             if training:
                 parallel.begin()
             # torch passes on numbers of micro-batches: stages know the micro-batches themselves.
-            numbers = torch.arange(len(parts))
+            numbers = torch.arange(len(microbatches))
             run = schedule.step if training else schedule.eval
             with parallel.awaiting():
                 run(number=numbers, target=numbers, return_outputs=False)
             losses = torch.stack(last.losses).tolist() if last and last.losses else []
-            return sum(one / len(parts) for one in losses) if losses else None
+            return sum(one / len(microbatches) for one in losses) if losses else None
 
         last = next((stage for stage in stages if stage.is_last), None)
         try:
-            everyone = run_together(parallel, model, work)
+            everyone = run_collectively(parallel, model, work)
             outputs = last.outputs if last and asked.outputs else None
         except BaseException:
             self._known = None  # micro-batches are under way in it
@@ -139,7 +139,7 @@ class PipelineSchedule:
         return Pass(loss=loss, outputs=outputs)
 
     def _prepare(
-        self, parts: Sequence[Mapping[str, Any]], *, training: bool
+        self, microbatches: Sequence[Mapping[str, Any]], *, training: bool
     ) -> tuple[list[_Stage], Any]:
         """Returns the stages and torch's schedule for micro-batches of this shape.
 
@@ -147,12 +147,12 @@ class PipelineSchedule:
         """
         parallel, transfer, model = self._parallel, self._parallel.modules.transfer, self._model()
         assert model is not None
-        rows, length = transfer.size_of(parts[0])
+        rows, length = transfer.size_of(microbatches[0])
         cuts, count = parallel.modules.cuts, parallel.num_stages
-        behind = [transfer.behind_encoder(parts[0], block) for block in cuts]
+        behind = [transfer.behind_encoder(microbatches[0], block) for block in cuts]
         if parallel.sequences and training:
             length = parallel.sequences.tokens_of_rank(length)
-        key = (rows, length, behind[-1], len(parts), training, transfer.routers.asked)
+        key = (rows, length, behind[-1], len(microbatches), training, transfer.routers.asked)
         if self._known and self._known[0] == key:
             return self._known[1], self._known[2]
         self._known = None  # its buffers
@@ -176,7 +176,11 @@ class PipelineSchedule:
                     group=group,
                 )
             )  # fmt: skip
-        options = {"n_microbatches": len(parts), "loss_fn": stages[-1].scaled, "scale_grads": False}
+        options = {
+            "n_microbatches": len(microbatches),
+            "loss_fn": stages[-1].scaled,
+            "scale_grads": False,
+        }
         schedule: Any
         if self._style == "zbv":
             schedule = ScheduleZBVZeroBubble(theirs, **options)  # type: ignore[arg-type]
@@ -246,25 +250,25 @@ class _Stage(nn.Module):
         forward = model().forward  # type: ignore[union-attr]
         self._takes_cache = "use_cache" in inspect.signature(forward).parameters
         self.is_last = number == parallel.num_stages - 1
-        self._parts: list[dict[str, Any]] = []
+        self._current: list[dict[str, Any]] = []
         self._asked: Asked | None = None
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
 
-    def begin(self, parts: list[dict[str, Any]], asked: Asked) -> None:
+    def begin(self, microbatches: list[dict[str, Any]], asked: Asked) -> None:
         """Takes the micro-batches that follow."""
-        self._parts, self._asked = parts, asked
+        self._current, self._asked = microbatches, asked
         self.losses, self.outputs = [], []
 
     def end(self) -> None:
         """Lets go of the micro-batches and their results."""
-        self._parts, self._asked = [], None
+        self._current, self._asked = [], None
         self.losses, self.outputs = [], []
 
     def scaled(self, loss: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
         """Returns a micro-batch's share of the scaled loss, with which backward begins."""
         assert self._asked is not None
-        return loss[0] / len(self._parts) * self._asked.scale
+        return loss[0] / len(self._current) * self._asked.scale
 
     def forward(self, *received: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """Runs one micro-batch.
@@ -280,7 +284,7 @@ class _Stage(nn.Module):
         model, asked = self._model(), self._asked
         assert model is not None
         assert asked is not None
-        part = self._parts[number]
+        part = self._current[number]
         own = dict(part)
         if not self.is_last:
             own = {name: value for name, value in part.items() if name not in OF_THE_LAST_STAGE}
@@ -292,8 +296,8 @@ class _Stage(nn.Module):
             if received:
                 transfer.received = brought_from_host(received[0], self.parallel.device)
             tensor = self.parallel.tensor
-            loss_of_parts = tensor.loss if tensor else None
-            with giving_logits(asked, self.parallel.sequences, loss_of_parts):
+            vocab_parallel_loss = tensor.loss if tensor else None
+            with giving_logits(asked, self.parallel.sequences, vocab_parallel_loss):
                 outputs = model(**own)
             sent = transfer.sent
         if not self.is_last:

@@ -59,7 +59,7 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Apart:
+class Unsharded:
     """Stands in for the Meeting in deep copies and pickles of a model, which no ranks shard.
 
     The configs of such models name castor's attention, also in a process that reads another's
@@ -73,8 +73,8 @@ class Apart:
         """Registers castor's attention with transformers."""
         _register(self.implementation, self.mode)
 
-    def __reduce__(self) -> tuple[type[Apart], tuple[str, Mode]]:
-        return Apart, (self.implementation, self.mode)
+    def __reduce__(self) -> tuple[type[Unsharded], tuple[str, Mode]]:
+        return Unsharded, (self.implementation, self.mode)
 
 
 class Meeting:
@@ -91,7 +91,7 @@ class Meeting:
         self.mode = mode
         self.ring = Ring(ranks) if mode == "ring_attn" else None
         """Ring that keys and values are passed on in; None: the mode is another one."""
-        self.whole = False
+        self.unsharded = False
         """Whether a forward is under way that every rank computes in full."""
         self.entered = False
         """Whether a sharded forward is under way."""
@@ -108,8 +108,8 @@ class Meeting:
         for module in model.modules():
             module._castor_meeting = self
 
-    def __reduce__(self) -> tuple[type[Apart], tuple[str, Mode]]:
-        return Apart, (self._implementation, self.mode)
+    def __reduce__(self) -> tuple[type[Unsharded], tuple[str, Mode]]:
+        return Unsharded, (self._implementation, self.mode)
 
     def check(self, model: Any) -> None:
         """Checks, before a sharded forward, that the model still has castor's attention.
@@ -134,7 +134,7 @@ class Meeting:
         """Ends a forward, sharded or not."""
         _running.meeting = self.documents = None
         self.padded = True
-        self.whole = self.entered = False
+        self.unsharded = self.entered = False
 
     @property
     def num_pieces(self) -> int:
@@ -176,9 +176,9 @@ def _register(implementation: str, mode: Mode) -> str:
     ) -> Any:
         compute = _attention_of(module, implementation)
         # An attribute, not a table's entry: compiled attention reads it, and guards what it reads.
-        meeting: Meeting | Apart | None = getattr(module, "_castor_meeting", None)
+        meeting: Meeting | Unsharded | None = getattr(module, "_castor_meeting", None)
         # Outside of forwards, backward recomputes a block, and only sharded forwards have one.
-        if not isinstance(meeting, Meeting) or meeting.whole:
+        if not isinstance(meeting, Meeting) or meeting.unsharded:
             return compute(module, query, key, value, attention_mask, **options)
         return meet(compute, meeting, module, (query, key, value), attention_mask, options)
 

@@ -197,12 +197,12 @@ class _GatherLayerInput(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, of_alike: torch.Tensor | None, of_layers: torch.Tensor | None
+        ctx: Any, of_replicated: torch.Tensor | None, of_layers: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, None]:
         kept: _KeptShard = ctx.kept
         kept.let_go()
-        alike = None if of_alike is None else _slice(of_alike, kept.ranks, kept.dim)
+        replicated = None if of_replicated is None else _slice(of_replicated, kept.ranks, kept.dim)
         if of_layers is None:
-            return alike, None
+            return replicated, None
         grad = _reduce_scatter(of_layers, kept.ranks, kept.dim)
-        return grad if alike is None else grad.add_(alike), None
+        return grad if replicated is None else grad.add_(replicated), None

@@ -97,7 +97,7 @@ class SequenceShards:
         """
         model = self._model()
         assert model is not None
-        self.divide_in(stages)  # first, since its hook sets `divides`, which RankRng's hooks read
+        self.shard_in(stages)  # first, since its hook sets `divides`, which RankRng's hooks read
         blocks = list(model.get_submodule(self._blocks).named_children())
         started = set()
         for stage in stages or [range(len(blocks))]:
@@ -109,7 +109,7 @@ class SequenceShards:
                 self._start_region(model.get_submodule(name), name, generators if sums else None)
         model.register_forward_pre_hook(ModuleHook(_check_outputs), with_kwargs=True)
 
-    def divide_in(self, stages: Sequence[range] | None) -> None:
+    def shard_in(self, stages: Sequence[range] | None) -> None:
         """Scatters tokens before the first block of each stage, and gathers them after its last.
 
         Replaces the stages of an earlier call.

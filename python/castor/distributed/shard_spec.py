@@ -13,7 +13,7 @@ from torch import nn
 from castor import _C
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
-from castor.runtime.model_parts import Runs, Segments
+from castor.runtime.model_shards import Runs, Segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +35,16 @@ class ShardSpec:
     """Number of elements of `dim` at the end of each group that all its ranks have. The group's
     ranks shard the other elements."""
 
-    def own(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    def local_shard(self, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """Returns a rank's shard: a view, or a new tensor where it consists of several pieces."""
         if self.copies > 1:
-            length = whole.shape[self.dim]
+            length = full.shape[self.dim]
             ranges = [own for own in self._of_group(length, rank, size) if own]
-            parts = [whole.narrow(self.dim, own.start, len(own)) for own in ranges]
+            parts = [full.narrow(self.dim, own.start, len(own)) for own in ranges]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
         parts = [
             piece.tensor_split(size, dim=self.dim)[rank]
-            for piece in whole.chunk(self.pieces, dim=self.dim)
+            for piece in full.chunk(self.pieces, dim=self.dim)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
@@ -120,20 +120,20 @@ class ShardSpec:
 
     def shape_of(self, rank: int, size: int) -> tuple[int, ...]:
         """Returns the shape of a rank's shard."""
-        return tuple(self.own(torch.empty(self.shape, device="meta"), rank, size).shape)
+        return tuple(self.local_shard(torch.empty(self.shape, device="meta"), rank, size).shape)
 
-    def own_of(self, whole: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+    def local_shard_of(self, full: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
         """Returns this rank's shard of a tensor that belongs to the parameter.
 
         Args:
-            whole: A tensor of the parameter's full shape, or one with a row for each block of
+            full: A tensor of the parameter's full shape, or one with a row for each block of
                 moments. The latter is returned unchanged if a block lies in two shards.
             ranks: Ranks that have the shards.
         """
-        if tuple(whole.shape) == self.shape:
-            return self.own(whole, ranks.rank, ranks.size)
+        if tuple(full.shape) == self.shape:
+            return self.local_shard(full, ranks.rank, ranks.size)
         blocks = self.blocks_of_rank(ranks, ranks.rank)
-        return whole if blocks is None else whole[blocks]
+        return full if blocks is None else full[blocks]
 
     def blocks_of_rank(self, ranks: TensorRanks, rank: int) -> torch.Tensor | None:
         """Returns the numbers of the blocks of moments of a rank's shard; see blocks_of."""
@@ -171,7 +171,7 @@ class ShardSpec:
 
 
 def check_blocks(
-    model: nn.Module, cuts: Mapping[torch.Tensor, ShardSpec], ranks: TensorRanks
+    model: nn.Module, shard_specs: Mapping[torch.Tensor, ShardSpec], ranks: TensorRanks
 ) -> None:
     """Checks that every rank's shards consist of full blocks of moments.
 
@@ -179,14 +179,14 @@ def check_blocks(
 
     Args:
         model: The full model.
-        cuts: Sharding of its parameters.
+        shard_specs: Sharding of its parameters.
         ranks: Ranks that have the shards.
 
     Raises:
         NotImplementedError: A block lies in two shards.
     """
     for name, param in model.named_parameters():
-        cut = cuts.get(param)
+        cut = shard_specs.get(param)
         if not cut or not param.requires_grad:
             continue
         if any(cut.blocks_of_rank(ranks, rank) is None for rank in range(ranks.size)):
@@ -201,42 +201,42 @@ def check_blocks(
 _ranks: weakref.WeakValueDictionary[str, TensorRanks] = weakref.WeakValueDictionary()
 
 
-def local_shard(whole: torch.Tensor, cut: ShardSpec | None, ranks: TensorRanks) -> torch.Tensor:
+def local_shard(full: torch.Tensor, cut: ShardSpec | None, ranks: TensorRanks) -> torch.Tensor:
     """Returns this rank's shard of rank 0's values, as a new contiguous tensor. Collective.
 
     Args:
-        whole: Full CPU tensor. A lazy tensor gives a lazy shard.
+        full: Full CPU tensor. A lazy tensor gives a lazy shard.
         cut: Sharding of the tensor; None: the full tensor is returned.
         ranks: Ranks that get the shards.
     """
     _ranks[ranks.name] = ranks
     how = [cut.dim, cut.pieces, cut.copies, cut.shared] if cut else []
-    part: torch.Tensor = _local_shard(whole, how, ranks.name, ranks.rank, ranks.size)
+    part: torch.Tensor = _local_shard(full, how, ranks.name, ranks.rank, ranks.size)
     return part
 
 
 # An operator, so that a lazy model records it.
 @torch.library.custom_op("castor::local_shard", mutates_args=(), device_types="cpu")
 def _local_shard(
-    whole: torch.Tensor, how: list[int], group: str, rank: int, size: int
+    full: torch.Tensor, how: list[int], group: str, rank: int, size: int
 ) -> torch.Tensor:
-    values = whole.contiguous() if rank == 0 else torch.empty_like(whole).contiguous()
+    values = full.contiguous() if rank == 0 else torch.empty_like(full).contiguous()
     _ranks[group].share(values)
     return _cut(values, how, rank, size).clone(memory_format=torch.contiguous_format)
 
 
 @_local_shard.register_fake
-def _(whole: torch.Tensor, how: list[int], group: str, rank: int, size: int) -> torch.Tensor:
-    return whole.new_empty(_cut(whole, how, rank, size).shape)
+def _(full: torch.Tensor, how: list[int], group: str, rank: int, size: int) -> torch.Tensor:
+    return full.new_empty(_cut(full, how, rank, size).shape)
 
 
-def _cut(whole: torch.Tensor, how: list[int], rank: int, size: int) -> torch.Tensor:
+def _cut(full: torch.Tensor, how: list[int], rank: int, size: int) -> torch.Tensor:
     """Returns a rank's shard, by the numbers of a ShardSpec; no numbers: the full tensor."""
     if not how:
-        return whole
+        return full
     dim, pieces, copies, shared = how
-    return ShardSpec(dim=dim, shape=(), pieces=pieces, copies=copies, shared=shared).own(
-        whole, rank, size
+    return ShardSpec(dim=dim, shape=(), pieces=pieces, copies=copies, shared=shared).local_shard(
+        full, rank, size
     )
 
 

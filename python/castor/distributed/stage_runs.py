@@ -22,7 +22,7 @@ OF_THE_LAST_STAGE = FOR_THE_LOSS | {"num_items_in_batch"}
 Found = TypeVar("Found")
 
 
-def run_together(
+def run_collectively(
     parallel: PipelineParallel, model: nn.Module, work: Callable[[], Found]
 ) -> list[Found]:
     """Runs this rank's share of a pass through all stages. Collective.

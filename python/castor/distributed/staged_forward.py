@@ -10,11 +10,11 @@ from torch import distributed, nn
 from torch.utils._pytree import tree_map
 
 from castor.distributed.device_copies import broadcast, from_host, on_host
+from castor.distributed.enclosing_modules import modules_enclosing_blocks
 from castor.distributed.encoder_forward import complete
 from castor.distributed.inputs import asked_of, by_name, check_inputs, find_cache
-from castor.distributed.part_calls import parts_around_blocks
 from castor.distributed.pipeline_parallel import PipelineParallel
-from castor.distributed.stage_runs import OF_THE_LAST_STAGE, run_together
+from castor.distributed.stage_runs import OF_THE_LAST_STAGE, run_collectively
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.own_forward import WrappedForward
@@ -77,12 +77,12 @@ class StagedForward(WrappedForward):
         given: list[Any] = []
 
         def work() -> None:
-            with parallel.modules.together(self.send_hidden):
+            with parallel.modules.running_stages(self.send_hidden):
                 own = forward(**kwargs)
             with parallel.awaiting():
                 given.append(self._share(own))
 
-        run_together(parallel, model, work)
+        run_collectively(parallel, model, work)
         return given[0]
 
     def send_hidden(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -136,14 +136,14 @@ class StagedForward(WrappedForward):
         return type(own)(**fields)
 
 
-def refuse_parts(model: nn.Module, parallel: PipelineParallel) -> None:
+def refuse_submodules(model: nn.Module, parallel: PipelineParallel) -> None:
     """Refuses calls of the modules around the blocks, unless they come from the model's forward.
 
     Args:
         model: The boosted model.
         parallel: Its stages. The encoder may be called by itself (EncoderForward).
     """
-    for part in parts_around_blocks(model):
+    for part in modules_enclosing_blocks(model):
         if part is not parallel.encoder:
             part.register_forward_pre_hook(ModuleHook(_check_caller, parallel), prepend=True)
 

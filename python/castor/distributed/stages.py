@@ -120,7 +120,7 @@ class StageModules:
             transfer.received = transfer.sent = transfer.encoded = None
 
     @contextmanager
-    def together(self, send_hidden: SendHidden) -> Iterator[None]:
+    def running_stages(self, send_hidden: SendHidden) -> Iterator[None]:
         """Has the model's forward compute all of this process's stages."""
         self.transfer.send_hidden = send_hidden
         try:

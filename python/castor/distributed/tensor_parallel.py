@@ -20,6 +20,7 @@ from castor import _C
 from castor.distributed import styles
 from castor.distributed.adapters import with_adapters
 from castor.distributed.expert_exchange import ExpertExchange
+from castor.distributed.full_gradients import check_full_gradients
 from castor.distributed.inputs import asked_of, check_inputs
 from castor.distributed.rank_rng import give_rank_rng
 from castor.distributed.rng_state import Generators, digest_of
@@ -27,10 +28,9 @@ from castor.distributed.sequence_shards import SequenceShards
 from castor.distributed.shard_spec import ShardSpec, check_reader, local_shard
 from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.vocabulary_loss import VocabularyLoss
-from castor.distributed.whole_gradients import check_whole_gradients
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.model_parts import Runs, Segments
+from castor.runtime.model_shards import Runs, Segments
 from castor.runtime.packed import is_packed
 from castor.runtime.ranks import Peers
 
@@ -46,8 +46,8 @@ class TensorParallel:
         plan: Mapping[str, Sequence[str]],
         ranks: TensorRanks,
         *,
-        divide_loss: bool = False,
-        divide_tokens: bool = False,
+        vocab_parallel_loss: bool = False,
+        sequence_parallel: bool = False,
     ) -> None:
         """Finds out how each parameter is sharded; changes nothing.
 
@@ -55,9 +55,9 @@ class TensorParallel:
             model: The full model, on the CPU, lazy or not.
             plan: Styles by name; see castor.distributed.tensor_plan.
             ranks: Ranks that get the shards.
-            divide_loss: Whether the loss is computed from vocab-parallel logits.
-            divide_tokens: Whether activations between tensor-parallel layers are sharded by tokens
-                (sequence parallelism).
+            vocab_parallel_loss: Whether the loss is computed from vocab-parallel logits.
+            sequence_parallel: Whether activations between tensor-parallel layers are sharded by
+                tokens (sequence parallelism).
 
         Raises:
             UsageError: A size or a module does not fit its style.
@@ -65,9 +65,9 @@ class TensorParallel:
         """
         self.ranks = ranks
         self.exchange = ExpertExchange(model, ranks)
-        self.loss = VocabularyLoss(model, ranks) if divide_loss else None
-        self._tokens = SequenceShards(model, plan, ranks) if divide_tokens else None
-        self.cuts: dict[torch.Tensor, ShardSpec] = {}
+        self.loss = VocabularyLoss(model, ranks) if vocab_parallel_loss else None
+        self._tokens = SequenceShards(model, plan, ranks) if sequence_parallel else None
+        self.shard_specs: dict[torch.Tensor, ShardSpec] = {}
         self._model = weakref.ref(model)
         self._plan = plan
         self._forwards: dict[nn.Module, styles.Part] = {}
@@ -78,11 +78,11 @@ class TensorParallel:
             for style in given:
                 kind, _, argument = style.partition(":")
                 if name in params:
-                    self._cut_bare(name, params[name], kind)
+                    self._shard_bare(name, params[name], kind)
                 else:
                     self._plan_module(name, modules[name], kind, argument)
         if self.loss:
-            self._divide_head(model, self.loss)
+            self._shard_head(model, self.loss)
 
     @property
     def model(self) -> Any:
@@ -96,7 +96,7 @@ class TensorParallel:
         model = self.model
         with torch.no_grad():
             for param in model.parameters():
-                param.data = local_shard(param.data, self.cuts.get(param), self.ranks)
+                param.data = local_shard(param.data, self.shard_specs.get(param), self.ranks)
         for module, name, value in self._attributes:
             setattr(module, name, value)
         for module, part in self._forwards.items():
@@ -122,7 +122,7 @@ class TensorParallel:
                 param.register_hook(self.ranks.all_reduce)
         self._partial.clear()
         for param in model.parameters():
-            cut = self.cuts.get(param)
+            cut = self.shard_specs.get(param)
             if cut and cut.copies > 1 and param.requires_grad:
                 param.register_hook(functools.partial(cut.sum_of_copies, ranks=self.ranks))
         generators.share(self.ranks)  # dropout of replicated activations has to be the same
@@ -139,10 +139,10 @@ class TensorParallel:
             give_rank_rng(model, self._plan, self.ranks.rank, generators)
         self.refuse_readers(model)
 
-    def divide_in(self, stages: Sequence[range] | None) -> None:
-        """Tells sequence parallelism, if it is used, new stages; see SequenceShards.divide_in."""
+    def shard_in(self, stages: Sequence[range] | None) -> None:
+        """Tells sequence parallelism, if it is used, new stages; see SequenceShards.shard_in."""
         if self._tokens:
-            self._tokens.divide_in(stages)
+            self._tokens.shard_in(stages)
 
     def refuse_readers(self, model: nn.Module) -> None:
         """Has state_dict of every module refuse to give shards as full values; see check_reader."""
@@ -161,15 +161,17 @@ class TensorParallel:
     def squared_norm(self, params: Sequence[torch.Tensor], squares: Sequence[float]) -> float:
         """Returns the square of the norm; see norm."""
         cut = sum(
-            self.cuts[param].squared_once(param, s, self.ranks)
+            self.shard_specs[param].squared_once(param, s, self.ranks)
             for param, s in zip(params, squares, strict=True)
-            if param in self.cuts and s
+            if param in self.shard_specs and s
         )
-        whole = [s for param, s in zip(params, squares, strict=True) if param not in self.cuts]
-        parts = self.ranks.gather((cut, whole))
+        full = [
+            s for param, s in zip(params, squares, strict=True) if param not in self.shard_specs
+        ]
+        parts = self.ranks.gather((cut, full))
         total = float(sum(parts[0][1]) + sum(of_rank for of_rank, _ in parts))
-        of_all = [param for param in params if param not in self.cuts]
-        check_whole_gradients(self.model, of_all, [squares for _, squares in parts], total)
+        of_all = [param for param in params if param not in self.shard_specs]
+        check_full_gradients(self.model, of_all, [squares for _, squares in parts], total)
         return total
 
     @property
@@ -177,13 +179,13 @@ class TensorParallel:
         """Groups of ranks with the other shards of this model; this rank is in each."""
         return (self.ranks,)
 
-    whole_model = None
+    full_model = None
     """None: every rank has a shard of every layer, so no rank lacks layers."""
     stage, broken = 0, ""
     """There is one stage, and these ranks never disconnect from each other."""
 
     @property
-    def has_first_part(self) -> bool:
+    def has_first_shard(self) -> bool:
         """Whether this is the first rank of those with equal copies of the full parameters."""
         return self.ranks.rank == 0
 
@@ -199,26 +201,26 @@ class TensorParallel:
         """
         self.ranks.gather(None)
 
-    def whole_shape(self, param: torch.Tensor) -> tuple[int, ...] | None:
+    def full_shape(self, param: torch.Tensor) -> tuple[int, ...] | None:
         """Returns the full shape of a sharded parameter; None for one that is not sharded."""
-        cut = self.cuts.get(param)
+        cut = self.shard_specs.get(param)
         return None if cut is None else cut.shape
 
-    def own(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, param: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's shard of a tensor that belongs to a sharded parameter.
 
         Args:
             param: The sharded parameter.
-            whole: Full tensor; see ShardSpec.own_of.
+            full: Full tensor; see ShardSpec.local_shard_of.
         """
-        return self.cuts[param].own_of(whole, self.ranks)
+        return self.shard_specs[param].local_shard_of(full, self.ranks)
 
     def runs(self, param: torch.Tensor) -> Runs | Segments | None:
         """Returns the runs of this rank's shard of a parameter; None if it is not sharded."""
-        cut = self.cuts.get(param)
+        cut = self.shard_specs.get(param)
         return None if cut is None else cut.runs_of(self.ranks)
 
-    def _cut_bare(self, name: str, param: nn.Parameter, kind: str) -> None:
+    def _shard_bare(self, name: str, param: nn.Parameter, kind: str) -> None:
         """Plans a parameter that the plan names itself, instead of its module."""
         if kind in ("colwise", "packed_colwise"):
             self._cut(name, param, max(param.ndim - 2, 0), 2 if kind == "packed_colwise" else 1)
@@ -237,20 +239,20 @@ class TensorParallel:
         if kind == "colwise_shared":
             copies, _, shared = argument.partition(",")
             sharing = int(copies), int(shared)
-            width = self._cut_linear(name, module, inputs=False, sharing=sharing)
+            width = self._shard_linear(name, module, inputs=False, sharing=sharing)
             self._replace(module, styles.columns, width)
         elif kind in ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep"):
             pieces = int(argument or (2 if kind == "packed_colwise" else 1))
             gathers = kind in ("colwise_gather_output", "colwise_rep")
-            width = self._cut_linear(name, module, inputs=False, pieces=pieces, gives_all=gathers)
+            width = self._shard_linear(name, module, inputs=False, pieces=pieces, gives_all=gathers)
             self._replace(module, styles.gathered_columns if gathers else styles.columns, width)
         elif kind in ("rowwise", "rowwise_split_input", "rowwise_rep"):
-            self._cut_linear(name, module, inputs=True)
+            self._shard_linear(name, module, inputs=True)
             tokens = self._tokens
             reduce = tokens.reduce if tokens and name in tokens.rows else self.ranks.reduce
             self._replace(module, styles.rows if kind == "rowwise" else styles.split_rows, reduce)
         elif kind == "embedding_rowwise":
-            self._cut_vocabulary(name, module)
+            self._shard_vocabulary(name, module)
         elif kind == "heads":
             if not isinstance(module, nn.Embedding):
                 self._refuse_module(name, module, kind)
@@ -260,7 +262,7 @@ class TensorParallel:
         elif kind == "moe_tp_experts":
             self._replace(module, styles.experts)
         elif kind in ("whole_experts", "exchanged_experts"):
-            self._divide_experts(name, module, exchanged=kind == "exchanged_experts")
+            self._shard_experts(name, module, exchanged=kind == "exchanged_experts")
         elif kind == "all_reduce":
             self._replace(module, styles.reduced)
         elif kind == "divided":
@@ -280,7 +282,7 @@ class TensorParallel:
         else:
             self._refuse_style(name, kind)
 
-    def _divide_head(self, model: nn.Module, loss: VocabularyLoss) -> None:
+    def _shard_head(self, model: nn.Module, loss: VocabularyLoss) -> None:
         head = model.get_output_embeddings()  # type: ignore[operator]
         part = self._forwards.get(head)
         if part is None or part.forward is not styles.gathered_columns:
@@ -293,7 +295,7 @@ class TensorParallel:
         self._attributes.append((head, count, len(self.ranks.shard_range(loss.width))))
         self._forwards[head] = styles.Part(head, styles.head, self.ranks, (loss.width, loss))
 
-    def _cut_linear(
+    def _shard_linear(
         self,
         name: str,
         module: nn.Module,
@@ -331,7 +333,7 @@ class TensorParallel:
             self._attributes.append((module, names[0] if inputs else names[1], own))
         return width
 
-    def _cut_vocabulary(self, name: str, module: nn.Module) -> None:
+    def _shard_vocabulary(self, name: str, module: nn.Module) -> None:
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
             self._refuse_module(name, module, "embedding_rowwise")
         self._cut(f"{name}.weight", module.weight, 0)
@@ -342,7 +344,7 @@ class TensorParallel:
         self._attributes.append((module, "padding_idx", padding))
         self._replace(module, styles.vocabulary, (rows.start, module.num_embeddings))
 
-    def _divide_experts(self, name: str, module: nn.Module, *, exchanged: bool) -> None:
+    def _shard_experts(self, name: str, module: nn.Module, *, exchanged: bool) -> None:
         count, params = getattr(module, "num_experts", None), dict(module.named_parameters())
         of_each = {param.shape[:1] == (count,) for param in params.values()}
         if of_each != {True} or len(inspect.signature(module.forward).parameters) != 3:
@@ -390,7 +392,7 @@ class TensorParallel:
         cut = ShardSpec(
             dim=dim, shape=tuple(param.shape), pieces=pieces, copies=copies, shared=shared
         )
-        if self.cuts.setdefault(param, cut) != cut:
+        if self.shard_specs.setdefault(param, cut) != cut:
             raise UsageError(
                 f"'{name}' is tied to a parameter that is sharded in another way; give a tp_plan "
                 "that shards both in the same way"
@@ -432,7 +434,7 @@ def _begin_pass(
         UsageError: Ranks were given different inputs; see check_inputs.
     """
     drawn_from = digest_of(generators.states()) if model.training else None
-    if len(set(check_inputs(ranks, model, args, kwargs, beside=drawn_from))) > 1:
+    if len(set(check_inputs(ranks, model, args, kwargs, extra=drawn_from))) > 1:
         generators.share(ranks)  # one has drawn alone, as a loader on that rank does
 
 

@@ -313,7 +313,7 @@ def _check_kinds(name: str, own: Mapping[str, nn.Parameter], kinds: Kinds) -> No
             )
 
 
-def with_whole_experts(
+def with_expert_parallel(
     model: nn.Module, plan: Mapping[str, tuple[str, ...]], size: int
 ) -> dict[str, tuple[str, ...]]:
     """Returns the plan with expert parallelism: each rank has some of the experts, in full.

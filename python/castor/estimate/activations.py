@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from castor.activations.block_profile import BlockProfile, BlockRun, Decided, Tiles
-from castor.activations.block_profile import Moment as Now
+from castor.activations.block_profile import StepPosition as Now
 from castor.activations.output_embedding import output_embedding, rows_per_tile
 from castor.activations.recompute import Recomputation
 from castor.activations.tiles import tile_mlps
 from castor.config import TileLogits
 from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER
-from castor.estimate.metatrace import Moment
+from castor.estimate.metatrace import TraceEvent
 from castor.runtime.blocks import find_blocks, has_switch
 from castor.runtime.spec import ModelSpec
 
@@ -114,7 +114,7 @@ class Logits:
             return 0
         return rows_per_tile(rows, self._head, tile_logits, device_bytes)
 
-    def tiled(self, moments: list[Moment], rows: int, rows_of_a_tile: int) -> list[Moment]:
+    def tiled(self, trace: list[TraceEvent], rows: int, rows_of_a_tile: int) -> list[TraceEvent]:
         """Returns the events of a step whose logits are computed in tiles.
 
         From the head's forward to the end of its backward, the bytes beside the hidden states are
@@ -122,27 +122,27 @@ class Logits:
         full. The head's product runs once more.
 
         Args:
-            moments: Events of the step with all logits at once.
+            trace: Events of the step with all logits at once.
             rows: Rows of the logits.
             rows_of_a_tile: Rows of a tile.
         """
         head = self._head
         assert head is not None
-        own = [i for i, moment in enumerate(moments) if moment.position == self._position]
-        begin = next((i for i in own if moments[i].kind == FORWARD_ENTER), None)
-        end = next((i for i in reversed(own) if moments[i].kind == BACKWARD_ENTER), None)
+        own = [i for i, event in enumerate(trace) if event.position == self._position]
+        begin = next((i for i in own if trace[i].kind == FORWARD_ENTER), None)
+        end = next((i for i in reversed(own) if trace[i].kind == BACKWARD_ENTER), None)
         if begin is None or end is None:
-            return moments
+            return trace
         element = head.weight.element_size()
         gradients = rows * head.in_features * element
         if head.weight.requires_grad:  # a sum in fp32, and the gradient that it is rounded to
             rounded = element if element < _FLOAT32 else 0
             gradients += (_FLOAT32 + rounded) * head.weight.numel()
-        base, result = moments[begin].live_bytes, list(moments)
+        base, result = trace[begin].live_bytes, list(trace)
         for i in range(begin, end + 1):
-            above = max(0, moments[i].nonmodel_bytes - base)
+            above = max(0, trace[i].nonmodel_bytes - base)
             tile = above * rows_of_a_tile // rows
-            result[i] = replace(moments[i], nonmodel_bytes=base + tile + gradients)
+            result[i] = replace(trace[i], nonmodel_bytes=base + tile + gradients)
         again = (2 * rows * head.weight.numel(), head.weight.numel() * element)
-        result[end] = replace(result[end], work=[*moments[end].work, again])
+        result[end] = replace(result[end], work=[*trace[end].work, again])
         return result

@@ -193,8 +193,8 @@ class SimulatedSteps:
         tile = model.logits.rows_per_tile(rows, self._budget, self._tile_logits)
         if pieces.logit_rows and not 0 < tile <= pieces.logit_rows:
             tile = pieces.logit_rows
-        moments = model.logits.tiled(step.moments, rows, tile) if 0 < tile < rows else step.moments
-        events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in moments]
+        trace = model.logits.tiled(step.trace, rows, tile) if 0 < tile < rows else step.trace
+        events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in trace]
         found = self._simulator.run(events, [0.0] * len(events), self._options)
         # Random states of each block and of its pieces, and the copy of an output that the first
         # step compares.

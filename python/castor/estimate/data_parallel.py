@@ -12,11 +12,11 @@ from rich.table import Table
 
 from castor.errors import UsageError
 from castor.estimate.cluster import Cluster
-from castor.estimate.copies import sent_between_copies
 from castor.estimate.estimator import size
 from castor.estimate.layout_report import BOUNDS
 from castor.estimate.layout_search import LayoutSearch
 from castor.estimate.layouts import Layout, LayoutActivations
+from castor.estimate.replicas import sent_between_replicas
 from castor.estimate.workload import Workload
 from castor.runtime.engine import WORKING_DTYPES
 
@@ -78,7 +78,7 @@ def estimate_ranks(config: Path, workload: Workload, cluster: Cluster) -> RanksE
     search = LayoutSearch(config, workload)
     cost = search.cost(layout, cluster)
     each = WORKING_DTYPES[workload.precision].itemsize
-    sent = sent_between_copies(layout, cluster, search.parameters * each, each)
+    sent = sent_between_replicas(layout, cluster, search.parameters * each, each)
     return RanksEstimate(
         fits=cost.fits(cluster.machine),
         device_bytes=cost.device_bytes,

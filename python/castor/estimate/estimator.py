@@ -163,7 +163,7 @@ class Estimator:
         fits = (
             device_needed <= machine.device_bytes
             and host_needed <= machine.host_bytes
-            and self._has_homes(machine)
+            and self._has_host_storage(machine)
         )
         seconds = figures["step_seconds"]
         max_batch, max_sequence = self._max_batch(machine), self._max_sequence(machine)
@@ -218,10 +218,10 @@ class Estimator:
         """
         rows = step.rows
         tile = self._logits.rows_per_tile(rows, machine.device_bytes)
-        moments = self._logits.tiled(step.moments, rows, tile) if tile else step.moments
+        trace = self._logits.tiled(step.trace, rows, tile) if tile else step.trace
         # Times are in `seconds`; those of the events are not read.
-        events: Events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in moments]
-        seconds = [seconds_of(moment, machine) for moment in moments]
+        events: Events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in trace]
+        seconds = [seconds_of(event, machine) for event in trace]
         on = options(
             machine,
             overlap=self.workload.overlap,
@@ -231,7 +231,7 @@ class Estimator:
 
         num_blocks = self._blocks.num_blocks if self._blocks else 0
 
-        link = Link(min(machine.h2d, machine.d2h), beside=True)
+        link = Link(min(machine.h2d, machine.d2h), overlapped=True)
 
         def simulated(decisions: Decisions) -> dict[str, Any]:
             spans = spans_of(step.runs, decisions, link, seconds)
@@ -263,7 +263,7 @@ class Estimator:
             "rows_per_tile": tile,
         }
 
-    def _has_homes(self, machine: Machine) -> bool:
+    def _has_host_storage(self, machine: Machine) -> bool:
         """Whether host and NVMe have room for the bytes that do not depend on the batch."""
         room = math.inf if machine.nvme_bytes is None else machine.nvme_bytes
         homes = self._simulator.places(places(machine))
@@ -286,7 +286,7 @@ class Estimator:
         self, machine: Machine, step: Callable[[int], Step], *, start: int, least: int, most: int
     ) -> int:
         """Returns the largest number whose step fits, 0 if none does; see `largest`."""
-        if not self._has_homes(machine):
+        if not self._has_host_storage(machine):
             return 0
 
         def figures(number: int) -> dict[str, Any]:

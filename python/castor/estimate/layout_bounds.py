@@ -11,10 +11,10 @@ from castor import _C
 from castor.config.names import SCALAR_TYPES
 from castor.estimate import simulator
 from castor.estimate.cluster import Cluster
-from castor.estimate.copies import ranks_of_homes, reduced
 from castor.estimate.layout_cost import NO_NVME, ROUNDING
 from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
+from castor.estimate.replicas import ranks_sharing_host_storage, reduced
 from castor.estimate.simulated_rank import SimulatedRank, StagePass
 from castor.estimate.workload import Workload
 from castor.runtime.engine import WORKING_DTYPES
@@ -26,7 +26,7 @@ _ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class MicroBatchCost:
     """Cost of a micro-batch through the full model, with no other micro-batch under way."""
 
     seconds: float
@@ -46,14 +46,14 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divided:
+class ModelInLayout:
     """Model in a layout on a cluster."""
 
     layout: Layout
     """Layout of the ranks."""
-    of_one: Whole
+    of_one: MicroBatchCost
     """Cost of a micro-batch of one row."""
-    of_two: Whole
+    of_two: MicroBatchCost
     """Cost of a micro-batch of two rows."""
     layers: Sequence[int]
     """Number of blocks of each stage."""
@@ -62,7 +62,7 @@ class Divided:
     workload: Workload
     """Workload, whose precision, optimizer, state format and overlap are read."""
 
-    def of_rows(self, measure: Callable[[Whole], float]) -> float:
+    def of_rows(self, measure: Callable[[MicroBatchCost], float]) -> float:
         """Returns a lower bound of a measure for a micro-batch of the layout's rows."""
         # An operator takes the larger of FLOPs and bytes, both proportional to rows, and something
         # fixed: each row after the second adds at least as much as the second did.
@@ -72,7 +72,7 @@ class Divided:
 
 def passing_bytes(one: StagePass) -> int:
     """Returns the peak bytes of a stage's forward beside those that it keeps for backward."""
-    return max(moment.nonmodel_bytes for moment in one.forward) - one.kept_bytes
+    return max(event.nonmodel_bytes for event in one.forward) - one.kept_bytes
 
 
 def sends_all(block: SimulatedRank, stage: int, cluster: Cluster) -> bool:
@@ -84,15 +84,15 @@ def sends_all(block: SimulatedRank, stage: int, cluster: Cluster) -> bool:
         cluster: The cluster.
     """
     one = block.passes[stage]
-    moments = [*one.forward, *one.backward]
-    events = [(moment.kind, moment.position, moment.nonmodel_bytes, 0) for moment in moments]
+    trace = [*one.forward, *one.backward]
+    events = [(event.kind, event.position, event.nonmodel_bytes, 0) for event in trace]
     options = simulator.options(cluster.machine, overlap="none", on_host=cluster.on_host)
     options |= {"device_bytes": 1, "host_bytes": NO_NVME}
     sent: int = block.simulator.run(events, [0.0] * len(events), options)["d2h_bytes"]
     return sent >= block.param_bytes
 
 
-def least_of_passes(of_all: Divided, like: Layout) -> float | None:
+def least_of_passes(of_all: ModelInLayout, like: Layout) -> float | None:
     """Returns a lower bound of a layout's seconds; None: the device has no room for it.
 
     Args:
@@ -104,7 +104,7 @@ def least_of_passes(of_all: Divided, like: Layout) -> float | None:
     # Causal attention in a ring skips masked pairs of tokens: at most half of the work is saved.
     least = 0.5 if share > 1 and layout.mode == "ring_attn" else 1.0
 
-    def of_rows(measure: Callable[[Whole], float]) -> float:
+    def of_rows(measure: Callable[[MicroBatchCost], float]) -> float:
         return least * of_all.of_rows(measure) / share
 
     each = of_rows(lambda whole: whole.seconds)
@@ -128,7 +128,7 @@ def least_of_passes(of_all: Divided, like: Layout) -> float | None:
     return working + bubble + reduced(layout, cluster, params, element_bytes)
 
 
-def least_of_copies(of_all: Divided) -> float:
+def least_of_replicas(of_all: ModelInLayout) -> float:
     """Returns a lower bound of the seconds that the links between host and device are busy.
 
     When a pass through a stage begins, the device holds no more weights than fit beside the
@@ -147,7 +147,7 @@ def least_of_copies(of_all: Divided) -> float:
     )
 
 
-def least_of_nvme(of_all: Divided) -> float:
+def least_of_nvme(of_all: ModelInLayout) -> float:
     """Returns a lower bound of a step's seconds due to NVMe; 0: the host may have room for all.
 
     Bytes that the host has no room for are read and written at least once. Of the passes, only the
@@ -155,7 +155,7 @@ def least_of_nvme(of_all: Divided) -> float:
     """
     layout, workload, cluster = of_all.layout, of_all.workload, of_all.cluster
     machine, block_bytes = cluster.machine, of_all.of_one.block_bytes
-    if machine.nvme is None or not block_bytes or ranks_of_homes(layout, cluster) > 1:
+    if machine.nvme is None or not block_bytes or ranks_sharing_host_storage(layout, cluster) > 1:
         return 0.0
     block = of_all.of_rows(lambda whole: whole.block_seconds)
     each = 2 + _states_of_weights(machine, workload) / layout.replicas
@@ -171,10 +171,10 @@ def least_of_nvme(of_all: Divided) -> float:
     return least * ROUNDING
 
 
-def least_lacking(of_all: Divided) -> float:
+def least_lacking(of_all: ModelInLayout) -> float:
     """Returns a lower bound of the bytes that host and NVMe lack; 0: the layout may fit."""
     layout, cluster = of_all.layout, of_all.cluster
-    machine, sharing = cluster.machine, ranks_of_homes(layout, cluster)
+    machine, sharing = cluster.machine, ranks_sharing_host_storage(layout, cluster)
     room: float = machine.host_bytes
     if machine.nvme is not None and sharing == 1:
         room += inf if machine.nvme_bytes is None else machine.nvme_bytes
@@ -183,7 +183,7 @@ def least_lacking(of_all: Divided) -> float:
     return max(0.0, blocks * of_all.of_one.block_bytes * each - room) * ROUNDING
 
 
-def _blocks_of(of_all: Divided, rank: int) -> int:
+def _blocks_of(of_all: ModelInLayout, rank: int) -> int:
     """Returns the number of blocks that a rank of the pipeline has."""
     return sum(of_all.layers[stage] for stage in of_all.layout.stages_of(rank))
 
@@ -207,7 +207,7 @@ def _states_of_weights(machine: Machine, workload: Workload) -> float:
 
 def _of_rank(
     layout: Layout,
-    block: Whole,
+    block: MicroBatchCost,
     block_kept: float,
     layers: Sequence[int],
     machine: Machine,

@@ -15,10 +15,10 @@ from castor import _C
 from castor.activations.block_profile import Events
 from castor.estimate import simulator
 from castor.estimate.cluster import Cluster
-from castor.estimate.copies import ranks_of_homes, reduced
 from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
-from castor.estimate.metatrace import Moment
+from castor.estimate.metatrace import TraceEvent
+from castor.estimate.replicas import ranks_sharing_host_storage, reduced
 from castor.estimate.simulated_rank import SEQUENCE, SimulatedRank, StagePass
 from castor.estimate.workload import Overlap
 
@@ -140,7 +140,7 @@ class End(_Needs):
         self.device_bytes = figures["smallest_budget_bytes"]
         whole = int(figures["host_bytes"])
         homes = 2 * recorded.param_bytes  # parameters and gradients
-        sharing = ranks_of_homes(layout, cluster)
+        sharing = ranks_sharing_host_storage(layout, cluster)
         self.host_bytes = homes // sharing + max(0, whole - homes) // layout.replicas
         self.nvme_bytes = self.nvme_weight_bytes = 0
         self.slowdown: float = self._slowdown_of(figures)
@@ -167,7 +167,7 @@ class End(_Needs):
         Chunks that ranks share in host memory are not planned on NVMe.
         """
         machine = self._cluster.machine
-        if machine.nvme is None or ranks_of_homes(self._layout, self._cluster) > 1:
+        if machine.nvme is None or ranks_sharing_host_storage(self._layout, self._cluster) > 1:
             return False
         return self.host_bytes > machine.host_bytes
 
@@ -216,7 +216,7 @@ class End(_Needs):
         under_way: dict[tuple[int, int], int] = {}
         for stage, microbatch, what in order:
             one, own = recorded.passes[stage], seconds[stage]
-            moments, takes, left = {
+            trace, takes, left = {
                 "forward": (one.forward, own.forward, one.kept_bytes),
                 "backward": (one.backward, own.backward, 0),
                 "of_inputs": (one.backward, own.backward, one.kept_for_weights),
@@ -224,8 +224,8 @@ class End(_Needs):
             }[what]
             under_way.pop((stage, microbatch), None)
             held = sum(under_way.values())
-            for moment in moments:
-                events.append((moment.kind, moment.position, moment.nonmodel_bytes + held, 0))
+            for event in trace:
+                events.append((event.kind, event.position, event.nonmodel_bytes + held, 0))
             computing += takes
             if left:
                 under_way[stage, microbatch] = left
@@ -240,12 +240,12 @@ def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
     """Returns the seconds of a micro-batch's events: operators and collectives."""
     exchange = waiting = 0.0
 
-    def of(moments: Sequence[Moment]) -> list[float]:
+    def of(trace: Sequence[TraceEvent]) -> list[float]:
         nonlocal exchange, waiting
         found = []
-        for moment in moments:
-            computing = simulator.seconds_of(moment, cluster.machine)
-            all_of, idle = _exchanged(moment, cluster, layout, computing)
+        for event in trace:
+            computing = simulator.seconds_of(event, cluster.machine)
+            all_of, idle = _exchanged(event, cluster, layout, computing)
             exchange += all_of
             waiting += idle
             found.append(computing + all_of)
@@ -262,7 +262,7 @@ def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
 
 
 def _exchanged(
-    moment: Moment, cluster: Cluster, layout: Layout, computing: float
+    event: TraceEvent, cluster: Cluster, layout: Layout, computing: float
 ) -> tuple[float, float]:
     """Returns the seconds of an event's collectives, and how many of them nothing is sent in.
 
@@ -271,9 +271,9 @@ def _exchanged(
     the host both need the same processors.
     """
     total = waiting = passed = 0.0
-    for sent in moment.sent:
-        shares = layout.sequence if sent.among == SEQUENCE else layout.of_layers
-        apart = layout.of_layers * (layout.sequence if sent.among == SEQUENCE else 1)
+    for sent in event.sent:
+        shares = layout.sequence if sent.group == SEQUENCE else layout.of_layers
+        apart = layout.of_layers * (layout.sequence if sent.group == SEQUENCE else 1)
         link = cluster.between(apart)
         seconds = link.collective(sent.operation, sent.num_bytes, shares)
         if sent.operation == "ring_shift" and cluster.rings_overlap:

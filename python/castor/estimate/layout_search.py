@@ -14,12 +14,12 @@ from castor.errors import UsageError
 from castor.estimate.balanced_experts import count_experts
 from castor.estimate.cluster import Cluster
 from castor.estimate.layout_bounds import (
-    Divided,
-    Whole,
+    MicroBatchCost,
+    ModelInLayout,
     least_lacking,
-    least_of_copies,
     least_of_nvme,
     least_of_passes,
+    least_of_replicas,
     passing_bytes,
     sends_all,
 )
@@ -53,7 +53,7 @@ class LayoutSearch:
         self._results = Results()
         self._ranks: dict[Any, SimulatedRank] = {}
         self._passes: dict[Any, StagePass] = {}
-        self._wholes: dict[Any, tuple[Whole, Whole]] = {}
+        self._wholes: dict[Any, tuple[MicroBatchCost, MicroBatchCost]] = {}
         whole = self._model(_WHOLE)
         self.model_name = type(whole.model).__name__
         """Name of the model's class."""
@@ -220,11 +220,11 @@ class LayoutSearch:
         """Yields the layout's own bound, with the least time of chunk copies and NVMe."""
         for bound in self._bound(layout, layout, cluster):
             of_all = self._divided(layout, layout, cluster)
-            yield max(bound, least_of_copies(of_all), least_of_nvme(of_all))
+            yield max(bound, least_of_replicas(of_all), least_of_nvme(of_all))
 
-    def _divided(self, layout: Layout, like: Layout, cluster: Cluster) -> Divided:
+    def _divided(self, layout: Layout, like: Layout, cluster: Cluster) -> ModelInLayout:
         of_one, of_two = self._whole(like, cluster)
-        return Divided(
+        return ModelInLayout(
             layout=layout, of_one=of_one, of_two=of_two, layers=self._layers_of(layout),
             cluster=cluster, workload=self.workload,
         )  # fmt: skip
@@ -234,7 +234,7 @@ class LayoutSearch:
         count = layout.stages * layout.stages_per_rank
         return self._model(_WHOLE).layers_of(count) if count > 1 else [self._blocks]
 
-    def _whole(self, like: Layout, cluster: Cluster) -> tuple[Whole, Whole]:
+    def _whole(self, like: Layout, cluster: Cluster) -> tuple[MicroBatchCost, MicroBatchCost]:
         """Returns the full model, with layers and sequences sharded, for one row and for two."""
         key = like.of_model(), cluster.machine, cluster.link
         if key not in self._wholes:
@@ -246,7 +246,7 @@ class LayoutSearch:
             self._wholes[key] = of_one, of_two
         return self._wholes[key]
 
-    def _whole_of(self, whole: Layout, cluster: Cluster) -> Whole:
+    def _whole_of(self, whole: Layout, cluster: Cluster) -> MicroBatchCost:
         tile = cluster.machine.device_bytes
         middle, last = whole.stages // 2, whole.stages - 1
         ranks = {number: self._rank(whole, number, tile) for number in {0, middle, last}}
@@ -259,12 +259,12 @@ class LayoutSearch:
 
         seconds, kept = sum(map(seconds_in, passes)), sum(one.kept_bytes for one in passes)
         if whole.stages == 1:
-            return Whole(seconds=seconds, kept_bytes=kept)
+            return MicroBatchCost(seconds=seconds, kept_bytes=kept)
         # The difference of the two stages is one block; the rest is a stage's own overhead.
         one, two = passes[middle], self._two_blocks(whole, tile)
         block_seconds = seconds_in(two) - seconds_in(one)
         block_kept = two.kept_bytes - one.kept_bytes
-        return Whole(
+        return MicroBatchCost(
             seconds=seconds - last * (seconds_in(one) - block_seconds),
             kept_bytes=kept - last * (one.kept_bytes - block_kept),
             block_seconds=block_seconds,
@@ -358,7 +358,7 @@ class LayoutSearch:
                 expert_size=division.experts,
                 sequence_size=division.sequence,
                 sequence_mode=division.mode,
-                divide_tokens=division.tokens_between_layers,
+                sequence_parallel=division.sequence_parallel,
                 results=self._results,
             )
         return self._models[division]

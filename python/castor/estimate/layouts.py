@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from castor.config.names import BETWEEN_LAYERS, PipelineStyle
+from castor.config.names import SPLIT_GATHER, PipelineStyle
 from castor.distributed import Mode
 from castor.estimate.cluster import Cluster
 
@@ -28,7 +28,7 @@ class Layout:
     """Number of context-parallel ranks."""
     mode: Mode = "all_to_all"
     """Mode of context parallelism."""
-    tokens_between_layers: bool = False
+    sequence_parallel: bool = False
     """Whether the tensor-parallel ranks shard the tokens between layers (sequence parallelism)."""
     stages: int = 1
     """Number of ranks in a pipeline."""
@@ -73,8 +73,8 @@ class Layout:
     @property
     def sequence_parallelism(self) -> str | None:
         """HybridParallelPlugin's sequence_parallelism_mode; None: no rank shards tokens."""
-        if self.tokens_between_layers:
-            return BETWEEN_LAYERS
+        if self.sequence_parallel:
+            return SPLIT_GATHER
         return self.mode if self.sequence > 1 else None
 
     def stages_of(self, rank: int) -> list[int]:
@@ -139,7 +139,7 @@ def layouts(
                 data = cluster.ranks // (share * stages)
                 if stages > 1 and stages > blocks:
                     continue
-                for tensor, of_experts in _parts_of_layers(layers, heads, experts):
+                for tensor, of_experts in _layer_sizes(layers, heads, experts):
                     whole = Layout(
                         tensor=tensor,
                         experts=of_experts,
@@ -153,7 +153,7 @@ def layouts(
                             yield from _schedules(one, samples, blocks)
 
 
-def _parts_of_layers(ranks: int, heads: int, experts: int) -> list[tuple[int, int]]:
+def _layer_sizes(ranks: int, heads: int, experts: int) -> list[tuple[int, int]]:
     """Returns the (tensor-parallel, expert-parallel) sizes that `ranks` ranks may have."""
     if ranks == 1:
         return [(1, 1)]
@@ -183,7 +183,7 @@ def _by_tokens(layout: Layout, sequence: int, heads: int) -> Iterator[Layout]:
     for mode in _modes(layout.tensor, layout.sequence, sequence, heads):
         yield replace(layout, mode=mode)
     if layout.tensor > 1 and layout.sequence == 1 and not sequence % layout.tensor:
-        yield replace(layout, tokens_between_layers=True)
+        yield replace(layout, sequence_parallel=True)
 
 
 def _schedules(layout: Layout, samples: int, blocks: int) -> Iterator[Layout]:

@@ -43,7 +43,7 @@ class BlockProfiler(Protocol):
 class Sent:
     """Traffic of one rank in a collective operation."""
 
-    among: str
+    group: str
     """Name of the group of ranks that take part."""
     operation: str
     """"all_reduce", "all_gather", "all_to_all" or "ring_shift"."""
@@ -52,7 +52,7 @@ class Sent:
 
 
 @dataclass
-class Moment:
+class TraceEvent:
     """An event of a step, and the span from it to the next one."""
 
     kind: int
@@ -73,7 +73,7 @@ class Moment:
 class Step:
     """A recorded step."""
 
-    moments: list[Moment]
+    trace: list[TraceEvent]
     """Events, in order."""
     rows: int = 0
     """Rows of the logits: samples times tokens."""
@@ -83,7 +83,7 @@ class Step:
     @property
     def flops(self) -> int:
         """FLOPs of all operators."""
-        return sum(flops for moment in self.moments for flops, _ in moment.work)
+        return sum(flops for event in self.trace for flops, _ in event.work)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, held: list[torch.Tensor], results: Results) -> None:
         super().__init__()
-        self.moments: list[Moment] = []
+        self.trace: list[TraceEvent] = []
         self.live_bytes = 0
         self.events: _C.StepEvents | None = None
         """Receiver of module events while recording; it refers to this object as well."""
@@ -143,8 +143,8 @@ class Recorder(TorchDispatchMode):
                 work = None  # nothing is read here either
             if not view:
                 self._results.add(key, given, out, made, work)
-        if work and self.moments:
-            self.moments[-1].work.append(work)
+        if work and self.trace:
+            self.trace[-1].work.append(work)
         return out
 
     def _know(self, storage: torch.UntypedStorage) -> int | None:
@@ -173,18 +173,18 @@ class Recorder(TorchDispatchMode):
 
     def note(self) -> None:
         """Raises the latest event's peak to the current bytes."""
-        if self.moments:
-            moment = self.moments[-1]
-            moment.nonmodel_bytes = max(moment.nonmodel_bytes, self.live_bytes)
+        if self.trace:
+            event = self.trace[-1]
+            event.nonmodel_bytes = max(event.nonmodel_bytes, self.live_bytes)
 
     def send(self, sent: Sent) -> None:
         """Adds a collective to the latest event."""
-        if self.moments:
-            self.moments[-1].sent.append(sent)
+        if self.trace:
+            self.trace[-1].sent.append(sent)
 
     def event(self, kind: int, position: int) -> None:
         """Begins a new event, with the arguments that the runtime gets (step_events.h)."""
-        self.moments.append(Moment(kind, position, live_bytes=self.live_bytes))
+        self.trace.append(TraceEvent(kind, position, live_bytes=self.live_bytes))
         self.note()
 
 
@@ -380,7 +380,7 @@ def record_step(
     held = (*model.buffers(), *inputs.values())
     with recording(spec, simulator, held, device=device) as recorder:
         if blocks:
-            blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
+            blocks.begin(lambda: (len(recorder.trace), recorder.live_bytes))
         output = call(model, inputs)
         loss = _loss_of(output, model, inputs)
         if not keeps_output:
@@ -388,4 +388,4 @@ def record_step(
         loss.backward()
         del loss
     rows = inputs["input_ids"].numel() if "input_ids" in inputs else 0
-    return Step(moments=recorder.moments, rows=rows, runs=blocks.take() if blocks else [])
+    return Step(trace=recorder.trace, rows=rows, runs=blocks.take() if blocks else [])

@@ -21,23 +21,23 @@ from torch import nn
 from castor import _C
 from castor.config import Precision, StateFormat
 from castor.distributed import (
+    ContextParallel,
     Mode,
-    SequenceParallel,
     TensorParallel,
     find_pipeline_plan,
     find_plan,
-    with_whole_experts,
+    with_expert_parallel,
 )
 from castor.distributed.inputs import asked_of
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.stage_transfer import StageTransfer
 from castor.distributed.stages import Place, StageModules, places_of
 from castor.estimate.activations import Logits, RecomputedBlocks
-from castor.estimate.alike_blocks import AlikeBlocks, NotAlike
 from castor.estimate.balanced_experts import balance_experts, count_experts
-from castor.estimate.metatrace import Moment, Recorder, Sent, call, halve, recording, run
+from castor.estimate.metatrace import Recorder, Sent, TraceEvent, call, halve, recording, run
 from castor.estimate.model import build, make_inputs, quiet
 from castor.estimate.operators import Results
+from castor.estimate.repeated_blocks import NotRepeated, RepeatedBlocks
 from castor.estimate.simulated_tensor_ranks import SimulatedGenerators, SimulatedTensorRanks
 from castor.estimate.simulator import lay_out
 from castor.runtime.engine import WORKING_DTYPES
@@ -54,11 +54,11 @@ TENSOR, SEQUENCE = "tensor", "sequence"
 class StagePass:
     """Pass of a micro-batch through a stage, with no other micro-batch under way."""
 
-    forward: list[Moment]
+    forward: list[TraceEvent]
     """Events of the forward."""
-    backward: list[Moment]
+    backward: list[TraceEvent]
     """Events of the backward, without those of `of_weights`."""
-    of_weights: list[Moment]
+    of_weights: list[TraceEvent]
     """Events of the weights' gradients, if the backward is split; else empty."""
     kept_bytes: int
     """Bytes between forward and backward, the stage input included."""
@@ -70,8 +70,8 @@ class StagePass:
     @property
     def flops(self) -> int:
         """FLOPs of all operators."""
-        moments = (*self.forward, *self.backward, *self.of_weights)
-        return sum(flops for moment in moments for flops, _ in moment.work)
+        trace = (*self.forward, *self.backward, *self.of_weights)
+        return sum(flops for event in trace for flops, _ in event.work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class SimulatedModel:
         expert_size: int = 1,
         sequence_size: int = 1,
         sequence_mode: Mode = "all_to_all",
-        divide_tokens: bool = False,
+        sequence_parallel: bool = False,
         results: Results | None = None,
     ) -> None:
         """Builds the model and shards it.
@@ -126,7 +126,7 @@ class SimulatedModel:
                 1. All experts are chosen equally often.
             sequence_size: Number of context-parallel ranks.
             sequence_mode: Mode of context parallelism.
-            divide_tokens: Whether the tensor-parallel ranks shard the tokens between layers
+            sequence_parallel: Whether the tensor-parallel ranks shard the tokens between layers
                 (sequence parallelism).
             results: Known results of operators, shared with other models of the same config; None:
                 they are not shared.
@@ -146,33 +146,33 @@ class SimulatedModel:
         self._results = Results() if results is None else results
         self._plan: PipelinePlan | None = None
         self._layers: dict[int, list[int]] = {}
-        self._sequences: SequenceParallel | None = None
+        self._sequences: ContextParallel | None = None
         if sequence_size > 1:
             # With all-gather of keys, the last rank attends to all of them, through a mask.
             last = sequence_size - 1
-            among = SimulatedTensorRanks.alike(SEQUENCE, sequence_size, self._note, rank=last)
-            self._sequences = SequenceParallel(
-                self.model, among, tensor_size=tensor_size, mode=sequence_mode
+            peers = SimulatedTensorRanks.simulate(SEQUENCE, sequence_size, self._note, rank=last)
+            self._sequences = ContextParallel(
+                self.model, peers, tensor_size=tensor_size, mode=sequence_mode
             )
         if max(tensor_size, expert_size) > 1:
-            self._divide_layers(tensor_size, expert_size, divide_tokens=divide_tokens)
+            self._shard_layers(tensor_size, expert_size, sequence_parallel=sequence_parallel)
         if self._sequences:
             self._sequences.start()
         self._blocks: RecomputedBlocks | None = None
 
-    def _divide_layers(self, tensor_size: int, expert_size: int, *, divide_tokens: bool) -> None:
+    def _shard_layers(self, tensor_size: int, expert_size: int, *, sequence_parallel: bool) -> None:
         counts = count_experts(self.model) if expert_size > 1 else {}
         plan = find_plan(self.model, tensor_size, None) if tensor_size > 1 else {}
         if expert_size > 1:
-            plan = with_whole_experts(self.model, plan, expert_size)
-        among = SimulatedTensorRanks.alike(TENSOR, max(tensor_size, expert_size), self._note)
-        layers = TensorParallel(self.model, plan, among, divide_tokens=divide_tokens)
+            plan = with_expert_parallel(self.model, plan, expert_size)
+        peers = SimulatedTensorRanks.simulate(TENSOR, max(tensor_size, expert_size), self._note)
+        layers = TensorParallel(self.model, plan, peers, sequence_parallel=sequence_parallel)
         layers.apply()
         if tensor_size > 1:
             layers.start(SimulatedGenerators())
             self._parallel = layers
         else:
-            self._experts = layers.cuts
+            self._experts = layers.shard_specs
         balance_experts(self.model, counts)
 
     def plan(self) -> PipelinePlan:
@@ -227,7 +227,7 @@ class SimulatedModel:
             self._blocks.switch(on=recomputes)
         inputs = make_inputs(self.model, batch=rows, sequence=sequence)
         if stages == 1:
-            self._divide_tokens_in(None)
+            self._shard_tokens_in(None)
             return self._recorded(inputs, None, [], own, tile, splits=False)
         plan = self.plan()
         cuts = [0, *itertools.accumulate(layers or self.layers_of(stages))]
@@ -236,16 +236,16 @@ class SimulatedModel:
         with ExitStack() as undo:
             undo.callback(_restore, places)
             modules = StageModules(places, own, cuts, transfer)
-            self._divide_tokens_in(modules.own_blocks)
+            self._shard_tokens_in(modules.own_blocks)
             undo.enter_context(transfer.routers.start(self.model, plan, modules.own_blocks))
             # Outputs of every block need all blocks to run: none is left out then.
             of_all = any(asked_of(self.model, {}, name) for name in _OF_EVERY_BLOCK)
-            alike = [] if of_all else places
-            return self._recorded(inputs, modules, alike, own, tile, splits=splits)
+            repeated = [] if of_all else places
+            return self._recorded(inputs, modules, repeated, own, tile, splits=splits)
 
-    def _divide_tokens_in(self, stages: Sequence[range] | None) -> None:
+    def _shard_tokens_in(self, stages: Sequence[range] | None) -> None:
         if self._parallel:
-            self._parallel.divide_in(stages)
+            self._parallel.shard_in(stages)
 
     def _transfer(self, plan: PipelinePlan) -> StageTransfer:
         transfer = StageTransfer.of(self.model, plan)
@@ -265,12 +265,14 @@ class SimulatedModel:
             pass_of = functools.partial(
                 self._pass, spec, simulator, inputs, modules, stage, tile, splits=splits
             )
-            blocks = AlikeBlocks.of_stage(places, stage)
+            blocks = RepeatedBlocks.of_stage(places, stage)
             try:
                 passes[stage] = pass_of(
-                    AlikeBlocks(blocks, spec, self._precision, simulator.chunks) if blocks else None
+                    RepeatedBlocks(blocks, spec, self._precision, simulator.chunks)
+                    if blocks
+                    else None
                 )
-            except NotAlike:
+            except NotRepeated:
                 passes[stage] = pass_of(None)
         return SimulatedRank(
             simulator=simulator,
@@ -293,26 +295,26 @@ class SimulatedModel:
         modules: StageModules | None,
         stage: int,
         tile: int,
-        alike: AlikeBlocks | None,
+        repeated: RepeatedBlocks | None,
         *,
         splits: bool,
     ) -> StagePass:
         sent, received = None, None
         held, known = self.model.buffers(), self._results
-        followed = alike.each if alike else simulator
+        followed = repeated.each if repeated else simulator
         with quiet(), recording(spec, followed, held, results=known) as recorder:
             self._tell = recorder
             for tensor in inputs.values():
                 recorder.charge(tensor)
             fixed = sum(_bytes_of(buffer) for buffer in self.model.buffers())
             if self._blocks and self._blocks.on:
-                self._blocks.begin(lambda: (len(recorder.moments), recorder.live_bytes))
+                self._blocks.begin(lambda: (len(recorder.trace), recorder.live_bytes))
             if modules is None:
                 last = run(self.model, inputs)
             else:
                 with (
                     modules.running(stage) as transfer,
-                    alike.shortened() if alike else nullcontext(),
+                    repeated.shortened() if repeated else nullcontext(),
                 ):
                     if stage:
                         rows, tokens = transfer.size_of(inputs)
@@ -334,29 +336,29 @@ class SimulatedModel:
                         last = sent = transfer.sent
                         if splits and sent._is_view():
                             last = sent = sent.clone()  # as in training: halves detach it
-            forward, kept = len(recorder.moments), recorder.live_bytes - fixed
+            forward, kept = len(recorder.trace), recorder.live_bytes - fixed
             grad = None if sent is None else torch.empty_like(sent)
             for_weights = 0
             if splits:
                 later = halve(last, grad, received, recorder, spec)
-                backward, for_weights = len(recorder.moments), recorder.live_bytes - fixed
+                backward, for_weights = len(recorder.trace), recorder.live_bytes - fixed
                 later()
             else:
                 last.backward(grad)
-                backward = len(recorder.moments)
+                backward = len(recorder.trace)
             self._tell = None
             if self._blocks and self._blocks.on:
                 self._blocks.take()
-        every = recorder.moments
-        if alike:
-            every, (forward, backward), beside = alike.whole(every, forward, backward)
+        every = recorder.trace
+        if repeated:
+            every, (forward, backward), beside = repeated.full_trace(every, forward, backward)
             kept += beside[0]
             for_weights += beside[1] if splits else 0
         # `of_weights` counts the full gradients of logits: their tiles are not known there.
-        moments = self._tiled(spec, every[:backward], inputs, tile)
+        trace = self._tiled(spec, every[:backward], inputs, tile)
         return StagePass(
-            forward=moments[:forward],
-            backward=moments[forward:],
+            forward=trace[:forward],
+            backward=trace[forward:],
             of_weights=every[backward:],
             kept_bytes=kept,
             kept_for_weights=for_weights,
@@ -364,12 +366,12 @@ class SimulatedModel:
         )
 
     def _tiled(
-        self, spec: ModelSpec, moments: list[Moment], inputs: dict[str, torch.Tensor], tile: int
-    ) -> list[Moment]:
+        self, spec: ModelSpec, trace: list[TraceEvent], inputs: dict[str, torch.Tensor], tile: int
+    ) -> list[TraceEvent]:
         logits = Logits(self.model, spec)
         rows = inputs["input_ids"].numel() if "input_ids" in inputs else 0
         each = 0 if self._parallel else logits.rows_per_tile(rows, tile)
-        return logits.tiled(moments, rows, each) if each else moments
+        return logits.tiled(trace, rows, each) if each else trace
 
     def _note(self, sent: Sent) -> None:
         if self._tell:

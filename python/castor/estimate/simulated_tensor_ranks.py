@@ -16,7 +16,7 @@ class SimulatedTensorRanks(TensorRanks):
     """One rank of a group whose other ranks are simulated and hold the same values."""
 
     @classmethod
-    def alike(
+    def simulate(
         cls, name: str, size: int, tell: Callable[[Sent], None], *, rank: int = 0
     ) -> SimulatedTensorRanks:
         """Makes a group of simulated ranks around this process.
@@ -37,9 +37,9 @@ class SimulatedTensorRanks(TensorRanks):
     def share(self, tensor: torch.Tensor) -> None:
         """Does nothing: the others have the tensor."""
 
-    def check_equal(self, facts: Mapping[str, Any], *, beside: Any = None) -> list[Any]:
-        """Returns `beside` once for each rank: the facts are equal."""
-        return [beside] * self.size
+    def check_equal(self, facts: Mapping[str, Any], *, extra: Any = None) -> list[Any]:
+        """Returns `extra` once for each rank: the facts are equal."""
+        return [extra] * self.size
 
 
 class _Sends:

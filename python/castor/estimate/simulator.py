@@ -10,7 +10,7 @@ from castor import _C
 from castor.config import Precision, StateFormat
 from castor.config.names import SCALAR_TYPES
 from castor.estimate.machine import Machine
-from castor.estimate.metatrace import Moment
+from castor.estimate.metatrace import TraceEvent
 from castor.estimate.workload import Overlap
 from castor.runtime.spec import ModelSpec
 
@@ -47,16 +47,16 @@ def lay_out(
     )
 
 
-def seconds_of(moment: Moment, machine: Machine) -> float:
+def seconds_of(event: TraceEvent, machine: Machine) -> float:
     """Returns the seconds of an event's operators on a machine.
 
     An operator takes the larger of the times of its FLOPs and its bytes (roofline), and the
     machine's operator_seconds on top.
     """
     bandwidth = machine.device_bandwidth
-    return len(moment.work) * (machine.operator_seconds or 0.0) + sum(
+    return len(event.work) * (machine.operator_seconds or 0.0) + sum(
         max(flops / machine.flops, touched / bandwidth if bandwidth else 0.0)
-        for flops, touched in moment.work
+        for flops, touched in event.work
     )
 
 

@@ -31,7 +31,7 @@ from castor.integrations.common import (
     unwrapped,
 )
 from castor.integrations.data_parallel import DistributedDataParallel, wrapper_of
-from castor.integrations.several_modules import CalledByParts, boosted_around, whole_of
+from castor.integrations.several_modules import CalledBySubmodules, boosted_around, whole_of
 from castor.plugins import GeminiPlugin
 from castor.runtime.boosted_model import model_with
 from castor.runtime.launched import launched_size
@@ -279,7 +279,7 @@ class _OnCastor(OnCastor):
             root = boosted_around(model)
             if root is None:
                 root, its_optimizers = whole_of(model, its_optimizers, new)
-            if isinstance(root, CalledByParts) and launched_size() > 1:
+            if isinstance(root, CalledBySubmodules) and launched_size() > 1:
                 raise UsageError(
                     f"accelerator.prepare was given a {type(its_optimizers[0]).__name__} over "
                     "several models, which several ranks do not bring together: make one module "

@@ -14,7 +14,7 @@ from castor.booster import Booster
 from castor.config import LossScalerConfig
 from castor.errors import OutOfMemoryError, UsageError
 from castor.integrations.later_optimizers import join_or_replace
-from castor.integrations.several_modules import CalledByParts, boosted_around
+from castor.integrations.several_modules import CalledBySubmodules, boosted_around
 from castor.optim.step_driver import StepDriver
 from castor.plugins import GeminiPlugin
 from castor.runtime.boosted_model import compiled_from
@@ -63,7 +63,7 @@ def boost(booster: Booster, model: nn.Module, optimizers: Sequence[Optimizer]) -
     except OutOfMemoryError as error:
         error.blame_no_batch()
         raise
-    if isinstance(model, CalledByParts):
+    if isinstance(model, CalledBySubmodules):
         model.follow_calls()
     OnCastor.castor_has_trained |= bool(optimizers)
 

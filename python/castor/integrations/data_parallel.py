@@ -19,7 +19,7 @@ from castor.integrations.uneven_data import UnevenData, multiply_gradients
 from castor.runtime.boosted_model import boosted_models_holding, compiled_from
 from castor.runtime.engine import Engine, engine_of
 from castor.runtime.process_groups import end_groups, groups_made, own_groups
-from castor.runtime.rank_buffers import names_of_own, share_together
+from castor.runtime.rank_buffers import broadcast_flat, names_of_own
 from castor.runtime.ranks import Peers, describe_parameters
 
 _ARGUMENTS = inspect.signature(parallel.DistributedDataParallel.__init__)
@@ -255,7 +255,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         buffers = [*self._shared_buffers().values()]
         if buffers:
             send = functools.partial(distributed.broadcast, src=source)
-            share_together(buffers, send, buffers[0].device)
+            broadcast_flat(buffers, send, buffers[0].device)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__.copy()

@@ -43,7 +43,7 @@ def join_or_replace(booster: Booster, model: nn.Module, made: Sequence[Optimizer
         )
     before = sorted(engine.optimizers, key=lambda one: one._castor.position or 0)  # type: ignore[attr-defined]
     stay = [one for one in before if held.isdisjoint(_params(one))]
-    if engine.ranks or engine.parts or engine.device.type != "cpu":
+    if engine.ranks or engine.model_shards or engine.device.type != "cpu":
         _take_over(booster, model, [one for one in before if one not in stay], made)
         return
     grads = {param: param.grad for param in engine.params if param.grad is not None}

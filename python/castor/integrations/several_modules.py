@@ -18,17 +18,17 @@ from castor.runtime.input_cast import InputCast
 from castor.runtime.own_forward import WrappedForward
 
 
-class CalledByParts(nn.Module):
+class CalledBySubmodules(nn.Module):
     """A model that nobody calls: a call of one of its parts is a forward of it.
 
     Args:
-        parts: Modules; a loop calls them, or their children.
+        submodules: Modules; a loop calls them, or their children.
         alone: Parameters of no module, which a loss has.
     """
 
-    def __init__(self, parts: Iterable[nn.Module], alone: Iterable[torch.Tensor]) -> None:
+    def __init__(self, submodules: Iterable[nn.Module], alone: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.submodules = nn.ModuleList(submodules)
         self.alone = nn.ParameterList(alone)
         self._running: set[int] = set()
         """Threads that are in a forward."""
@@ -54,8 +54,8 @@ class CalledByParts(nn.Module):
         for part in self._called():
             part.register_forward_pre_hook(ModuleHook(_keep_alive, self))
             if not any(param is not None for param in part._parameters.values()):
-                if not isinstance(part.__dict__.get("forward"), _PartForward):
-                    part.__dict__["forward"] = _PartForward(part, self)
+                if not isinstance(part.__dict__.get("forward"), _SubmoduleForward):
+                    part.__dict__["forward"] = _SubmoduleForward(part, self)
             elif engine.settings.precision != "fp32" or engine.device.type != "cpu":
                 dtype = next(part.parameters()).dtype
                 cast = InputCast(dtype, engine.device)
@@ -63,17 +63,17 @@ class CalledByParts(nn.Module):
 
     def _called(self) -> Iterator[nn.Module]:
         seen: set[nn.Module] = set()
-        for part in self.parts:
+        for part in self.submodules:
             for one in (part, *part.children()):
                 if one not in seen and next(one.parameters(), None) is not None:
                     seen.add(one)
                     yield one
 
 
-class _PartForward(WrappedForward):
+class _SubmoduleForward(WrappedForward):
     """The forward of a part, within one of the model."""
 
-    def __init__(self, module: nn.Module, model: CalledByParts) -> None:
+    def __init__(self, module: nn.Module, model: CalledBySubmodules) -> None:
         super().__init__(module)
         self._model = model
 
@@ -82,7 +82,7 @@ class _PartForward(WrappedForward):
         return self._model.run(self.wrapped, args, kwargs)
 
 
-def _keep_alive(_model: CalledByParts, *_: Any) -> None:
+def _keep_alive(_model: CalledBySubmodules, *_: Any) -> None:
     """A hook that holds the model, which nobody else does."""
 
 
@@ -124,7 +124,7 @@ def whole_of(
         optimizers = [one for one in made if has.intersection(_params(one))]
     if modules == [module] and not alone:
         return module, optimizers
-    return CalledByParts(modules, alone), optimizers
+    return CalledBySubmodules(modules, alone), optimizers
 
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -165,5 +165,5 @@ def modules_with(params: Set[torch.Tensor], trained: Set[torch.Tensor]) -> list[
             outermost = outer
         if outermost not in found:
             found.append(outermost)
-    parts = {part for one in found for part in one.modules() if part is not one}
-    return [one for one in found if one not in parts]
+    submodules = {part for one in found for part in one.modules() if part is not one}
+    return [one for one in found if one not in submodules]

@@ -126,7 +126,7 @@ class OwnStep:
             The result of the step.
         """
         if not self._singly or evaluate is not None:
-            return self._step_together(step, args, kwargs, scale, evaluate)
+            return self._step_collectively(step, args, kwargs, scale, evaluate)
         result = None
         for group in self._held().param_groups:
             for param in group["params"]:
@@ -174,7 +174,7 @@ class OwnStep:
             optimizer.param_groups, optimizer.state = all_groups, state
         self._take_back(state, param, copy, found)
 
-    def _step_together(
+    def _step_collectively(
         self,
         step: Callable[..., Any],
         args: Sequence[Any],

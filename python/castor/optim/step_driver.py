@@ -77,7 +77,7 @@ class ModelStep:
         """Drivers of the model's optimizers."""
         self.shows_unscaled = bool(
             config.precision != "fp32"
-            or engine.parts
+            or engine.model_shards
             or (len(optimizers) > 1 and config.max_norm > 0)
         )
         """Whether a torch.amp.GradScaler leaves gradients scaled until the update. It does with
@@ -110,14 +110,14 @@ class ModelStep:
         self.engine.check_modules()
         for one in self.drivers:
             one.scaled.take_back()
-        passes_since, _ = session.moment()
+        passes_since, _ = session.step_position()
         if not self._taken_by or driver in self._taken_by or passes_since:
             self._taken_by.clear()
             self._check_scales()
             self._scale = self._collect(driver.position, optimizer, driver.scaled.scale)
         else:
             # p.grad may be another tensor now.
-            session.bring_together(driver.position)
+            session.reduce_gradients(driver.position)
             self._agreed(0.0, optimizer)
             session.collect_gradients(with_norm=False)
         if self._scale is None or self._in_place:
@@ -147,14 +147,14 @@ class ModelStep:
         session = self.engine.session
         if self.engine.check_step:
             self.engine.check_step()
-        self.engine.meet_beside("a step")
-        session.bring_together(position)
-        if self.engine.parts:
-            self.engine.parts.settle_gradients(session, self.engine.params)
+        self.engine.check_context_peers("a step")
+        session.reduce_gradients(position)
+        if self.engine.model_shards:
+            self.engine.model_shards.settle_gradients(session, self.engine.params)
         gradients = session.collect_gradients(with_norm=measures)
         norm = gradients.norm
-        if self.engine.parts and measures:
-            norm = self.engine.parts.norm(self.engine.params, gradients.squares)
+        if self.engine.model_shards and measures:
+            norm = self.engine.model_shards.norm(self.engine.params, gradients.squares)
         norm /= gradients.scale * carried
         norm = self._agreed(norm if measures else 0.0, optimizer)
         self.engine.gradient_norm = norm if measures else None
@@ -182,11 +182,11 @@ class ModelStep:
         """
         engine, options = self.engine, _options_of(optimizer)
         options["the scale of a GradScaler"] = optimizer._castor.scaled.scale  # type: ignore[attr-defined]
-        for ranks in engine.parts.peers if engine.parts else ():
+        for ranks in engine.model_shards.peers if engine.model_shards else ():
             norm, _ = _agree(ranks, norm, options)
         if engine.ranks:
             options |= optimizer._castor.checksums  # type: ignore[attr-defined]
-            norm, written = _agree(engine.ranks, norm, options, beside=engine.buffers.written())
+            norm, written = _agree(engine.ranks, norm, options, extra=engine.buffers.written())
             engine.buffers.share({number for of_rank in written for number in of_rank})
         return norm
 
@@ -324,7 +324,7 @@ class StepDriver:
             Whether a gradient of any rank is not finite; None: there are no gradients.
         """
         engine = self.engine
-        engine.session.bring_together(self.position)
+        engine.session.reduce_gradients(self.position)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
         lazily = self.model_step.shows_unscaled
@@ -536,10 +536,10 @@ def _options_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _agree(
-    ranks: Peers, norm: float, options: dict[str, Any], *, beside: Any = None
+    ranks: Peers, norm: float, options: dict[str, Any], *, extra: Any = None
 ) -> tuple[float, list[Any]]:
-    """Returns rank 0's norm, and every rank's `beside`; see ModelStep._agreed."""
-    everyone = ranks.gather_at("a step", (norm, options, beside))
+    """Returns rank 0's norm, and every rank's `extra`; see ModelStep._agreed."""
+    everyone = ranks.gather_at("a step", (norm, options, extra))
     first, of_first, _ = everyone[0]
     for rank, (theirs, their_options, _) in enumerate(everyone):
         if their_options != of_first:

@@ -109,7 +109,7 @@ class TorchStep:
     def _check_and_clip(self) -> bool:
         """Checks and clips the gradients; returns whether the optimizers may update."""
         boosted = self._boosted
-        boosted.bring_together()
+        boosted.reduce_gradients()
         boosted.gradient_norm = None
         updates = True
         if self._max_norm > 0 or self._nonfinite != "ignore":

@@ -67,7 +67,7 @@ def join_ranks(
     }
     size = here = 1
     for group in layout.groups:
-        names = group.check_equal(facts, beside=name_of_node())
+        names = group.check_equal(facts, extra=name_of_node())
         size *= group.size
         here *= names.count(name_of_node())
     _check_supported(model, config, held, size)

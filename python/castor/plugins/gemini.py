@@ -35,16 +35,16 @@ from castor.estimate.boosted import SimulatedSteps
 from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format
 from castor.optim.check_optimizers import check_optimizers
-from castor.optim.held_params import held_params
+from castor.optim.optimizer_params import optimizer_params
 from castor.optim.rules import rules_of
 from castor.optim.step_driver import ModelStep, StepDriver
 from castor.plugins.arguments import checked_names, policy_of, with_nvme_of
 from castor.plugins.budgets import budgets_of
 from castor.plugins.data_parallel import join_ranks, loader_of_rank
-from castor.plugins.divide import Division
 from castor.plugins.engine_settings import engine_settings
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.plugins.not_yet import check_not_yet
+from castor.plugins.parallelize import ParallelConfig
 from castor.plugins.zero_stage import group_of_reads
 from castor.runtime.boosted_model import check_fit_for_chunks
 from castor.runtime.engine import WORKING_DTYPES, Engine
@@ -203,7 +203,7 @@ class GeminiPlugin:
         ImportError: castor was built without its GPU parts.
     """
 
-    _division = Division()
+    _parallel_config = ParallelConfig()
     """Division of the model among ranks."""
 
     def __init__(
@@ -376,7 +376,7 @@ class GeminiPlugin:
             TypeError: The dataset has no length, or a sampler was given.
         """
         options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        place = data_rank_and_size(self._division.ranks, self._division.experts_alone)
+        place = data_rank_and_size(self._parallel_config.ranks, self._parallel_config.experts_alone)
         return loader_of_rank(dataset, place, batch_size=batch_size, **options)
 
     def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Engine:
@@ -405,7 +405,7 @@ class GeminiPlugin:
         if self._chooses_overlap and (None in rules or len(rules) > 1):
             config = replace(config, overlap="none")
         check_optimizers(optimizers, rules, config)
-        held = held_params(model, optimizers, rules) if optimizers else None
+        held = optimizer_params(model, optimizers, rules) if optimizers else None
         warn_of_budgets(
             torch.device(config.device), config.device_bytes, config.host_bytes, stacklevel=3
         )
@@ -414,9 +414,9 @@ class GeminiPlugin:
             warn_of_default_precision(model, config.precision, working, stacklevel=3)
         types = tensor_types(
             *(model, WORKING_DTYPES[config.precision], config.keep_fp32),
-            in_stages=self._division.num_ranks_of_stages > 1,
+            in_stages=self._parallel_config.num_ranks_of_stages > 1,
         )
-        layout = self._division.layout()
+        layout = self._parallel_config.layout()
         join_ranks(
             *(layout, model, optimizers, config),
             state_format=choice.state_format, seed=choice.seed, held=held,
@@ -425,7 +425,9 @@ class GeminiPlugin:
         budgets = budgets_of(self, self.config)
         budgets.take_communicators(layout.communicator_bytes)
         reads = group_of_reads(config, rules, layout)
-        divided = self._division.divide(model, optimizers, layout, state_format=choice.state_format)
+        parallelized = self._parallel_config.parallelize(
+            model, optimizers, layout, state_format=choice.state_format
+        )
         engine = Engine(
             model,
             engine_settings(
@@ -439,10 +441,12 @@ class GeminiPlugin:
             updated=held,
             types=types,
         )
-        divided.start(engine)
-        blocks.apply(model, engine, SimulatedSteps if divided.whole else None, divided.sharing)
+        parallelized.start(engine)
+        blocks.apply(
+            model, engine, SimulatedSteps if parallelized.unsharded else None, parallelized.sharing
+        )
         if head is not None and head in engine.positions:  # else another stage has it
-            divided.defer_logits(engine, head, config)
+            parallelized.defer_logits(engine, head, config)
         if self.config.tile_logits is not False:
             fit_fused_heads()
         model_step = ModelStep(engine, config, optimizers, own=None in rules, seed=choice.seed)

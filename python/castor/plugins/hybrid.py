@@ -9,15 +9,15 @@ from typing import Any, cast, get_args
 
 from castor.config.block_choice import BlockChoice
 from castor.config.layout_plan import planned_layout
-from castor.config.names import BETWEEN_LAYERS, Activations, PipelineStyle
+from castor.config.names import SPLIT_GATHER, Activations, PipelineStyle
 from castor.distributed import Microbatches, Mode, Plan
-from castor.plugins.divide import Division, Stages
 from castor.plugins.gemini import GeminiPlugin
+from castor.plugins.parallelize import ParallelConfig, PipelineConfig
 
 _STYLES: tuple[str, ...] = get_args(PipelineStyle)
 _STAGES_OF_A_RANK = {"interleaved": 2, "zbv": 2}
 """The num_model_chunks that a pp_style needs at least; the others need 1."""
-_MODES: tuple[str, ...] = (*get_args(Mode), BETWEEN_LAYERS)
+_MODES: tuple[str, ...] = (*get_args(Mode), SPLIT_GATHER)
 
 
 class HybridParallelPlugin(GeminiPlugin):
@@ -140,10 +140,10 @@ class HybridParallelPlugin(GeminiPlugin):
                 f"sequence_parallelism_mode={sequence_parallelism_mode!r} is not supported; "
                 f"{known} are{ring if sequence_parallelism_mode == 'ring' else ''}"
             )
-        between_layers = sequence_parallelism_mode == BETWEEN_LAYERS
-        mode: Mode = "all_to_all" if between_layers else cast("Mode", sequence_parallelism_mode)
-        if between_layers:
-            _check_between_layers(tp_size, sp_size)
+        sequence_parallel = sequence_parallelism_mode == SPLIT_GATHER
+        mode: Mode = "all_to_all" if sequence_parallel else cast("Mode", sequence_parallelism_mode)
+        if sequence_parallel:
+            _check_sequence_parallel(tp_size, sp_size)
         if tp_plan is not None and not isinstance(tp_plan, Mapping):
             raise TypeError(f"tp_plan is a {type(tp_plan).__name__}; give names and styles")
         if not isinstance(parallel_output, bool):
@@ -159,7 +159,7 @@ class HybridParallelPlugin(GeminiPlugin):
                 f"are the expert-parallel ones; give ep_size={tp_size}, or tp_size=1"
             )
         if tp_size > 1:
-            _check_divided_layers(gemini, tp_size, divides_loss=parallel_output)
+            _check_tensor_parallel(gemini, tp_size, vocab_parallel_loss=parallel_output)
             if not parallel_output:
                 gemini["tile_logits"] = False
         if pp_size > 1 and pp_style == "zbv":
@@ -167,12 +167,12 @@ class HybridParallelPlugin(GeminiPlugin):
                 gemini["activations"] = "keep"
             _check_kept(gemini["activations"])
         super().__init__(**gemini)
-        self._division = Division(
+        self._parallel_config = ParallelConfig(
             tensor_size=tp_size,
             expert_size=ep_size,
             sequence_size=sp_size,
             sequence_mode=mode,
-            tokens_between_layers=between_layers,
+            sequence_parallel=sequence_parallel,
             plan=tp_plan,
             loss=parallel_output,
             stages=stages,
@@ -200,9 +200,9 @@ def _layout_of(
     return {**given, **{name: planned[name] for name in given if name in planned}}
 
 
-def _check_between_layers(tp_size: int, sp_size: int) -> None:
+def _check_sequence_parallel(tp_size: int, sp_size: int) -> None:
     """Raises ValueError or NotImplementedError unless "split_gather" fits the sizes."""
-    asked = f"sequence_parallelism_mode={BETWEEN_LAYERS!r}"
+    asked = f"sequence_parallelism_mode={SPLIT_GATHER!r}"
     if tp_size == 1:
         raise ValueError(
             f"{asked} divides tokens between the layers that tp_size ranks shard, and with "
@@ -229,7 +229,7 @@ def _stages(
     chunks: int,
     *,
     layers: Sequence[int] | None,
-) -> Stages | None:
+) -> PipelineConfig | None:
     """Returns the pipeline stages that the arguments ask for; None: they ask for none.
 
     Raises:
@@ -270,7 +270,7 @@ def _stages(
                 f"num_microbatches={num_microbatches} is no multiple of pp_size={size}, which "
                 "pp_style='interleaved' needs"
             )
-    return Stages(
+    return PipelineConfig(
         size=size,
         chunks=chunks,
         style=cast("PipelineStyle", style),
@@ -292,8 +292,10 @@ def _check_kept(activations: Activations) -> None:
             )
 
 
-def _check_divided_layers(gemini: Mapping[str, Any], size: int, *, divides_loss: bool) -> None:
-    if gemini.get("tile_logits", "auto") not in ("auto", False) and not divides_loss:
+def _check_tensor_parallel(
+    gemini: Mapping[str, Any], size: int, *, vocab_parallel_loss: bool
+) -> None:
+    if gemini.get("tile_logits", "auto") not in ("auto", False) and not vocab_parallel_loss:
         raise NotImplementedError(
             f"tile_logits={gemini['tile_logits']!r} leaves logits to the loss, and each of tp_size="
             f"{size} ranks has some columns of them: give parallel_output=True, which divides the "

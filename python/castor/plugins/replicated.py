@@ -43,7 +43,7 @@ class CastingForward(OwnForward):
         return nullcontext() if self._dtype is None else torch.autocast("cpu", dtype=self._dtype)
 
 
-class Whole(nn.Module):
+class WrappedModule(nn.Module):
     """The module that DistributedDataParallel wraps: the model, with its original forward."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
@@ -82,17 +82,17 @@ class ReplicatedModel(TorchModel):
             ddp.require_backward_grad_sync = on
 
     @torch.no_grad()
-    def bring_together(self) -> None:
+    def reduce_gradients(self) -> None:
         """Averages gradients that no_sync left unreduced, and shares written buffers. Collective.
 
         Buffers are shared here because the forwards that follow may be without gradients, and ranks
         do not wait for each other in those.
         """
-        told = self._peers.gather((self.apart, self._buffers.written()))
+        told = self._peers.gather((self.unreduced, self._buffers.written()))
         self._buffers.share({number for _, written in told for number in written})
-        if not any(apart for apart, _ in told):
+        if not any(unreduced for unreduced, _ in told):
             return
-        self.apart = False
+        self.unreduced = False
         present = [param.grad is not None for param in self.params]
         for param, anywhere in zip(
             self.params, zip(*self._peers.gather(present), strict=True), strict=True

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from castor.errors import UsageError
 from castor.runtime.blocks import find_blocks
 from castor.runtime.hooks import ModuleHook
-from castor.runtime.model_parts import OwnParts
+from castor.runtime.model_shards import ShardFinder
 from castor.runtime.ranks import Peers, Result
 from castor.runtime.shards import Shards
 from castor.runtime.tensor_types import tensor_types
@@ -46,13 +46,13 @@ class ShardedModel(TorchModel):
         if model is not None and self.ranks is not None:  # one process alone has nothing to reduce
             model.set_requires_gradient_sync(on)
 
-    def bring_together(self) -> None:
+    def reduce_gradients(self) -> None:
         """See TorchModel.
 
         Raises:
             UsageError: The last backward was under no_sync on some rank.
         """
-        if self.ranks and any(self.ranks.gather(self.apart)):
+        if self.ranks and any(self.ranks.gather(self.unreduced)):
             raise UsageError(
                 "the last backward before this step was under booster.no_sync, and fully_shard "
                 "brings the ranks' gradients together in a backward alone: run the last "
@@ -64,10 +64,10 @@ class ShardedModel(TorchModel):
         self._reshard()
         return super().gather(value)
 
-    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
+    def on_first(self, work: Callable[[], Result], shard_finder: ShardFinder) -> Result:
         """See BoostedModel."""
         self._reshard()
-        return self._shards.on_first(work, parts_of)
+        return self._shards.on_first(work, shard_finder)
 
     def _reshard(self) -> None:
         """Shards parameters that a forward without its backward has left full."""

@@ -10,9 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from castor.optim.held_params import held_params
+from castor.optim.optimizer_params import optimizer_params
 from castor.optim.torch_step import TorchStep
-from castor.plugins.replicated import CastingForward, ReplicatedForward, ReplicatedModel, Whole
+from castor.plugins.replicated import (
+    CastingForward,
+    ReplicatedForward,
+    ReplicatedModel,
+    WrappedModule,
+)
 from castor.plugins.torch_settings import TorchPlugin
 from castor.runtime.process_groups import own_group
 from castor.runtime.torch_model import TorchModel
@@ -110,7 +115,7 @@ class TorchDDPPlugin(TorchPlugin):
         """
         self._check(model, optimizers)
         if optimizers:
-            held_params(model, optimizers, [None] * len(optimizers))
+            optimizer_params(model, optimizers, [None] * len(optimizers))
         ranks = self._join(model, optimizers)
         self._give_values(model)
         dtype = self.settings.compute_dtype
@@ -123,7 +128,7 @@ class TorchDDPPlugin(TorchPlugin):
                 model.forward = CastingForward(model, dtype)
         else:
             ddp = DistributedDataParallel(
-                Whole(model, model.forward),
+                WrappedModule(model, model.forward),
                 process_group=own_group([range(ranks.size)]),
                 **self._options,
             )

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castor.optim.held_params import held_params
 from castor.optim.hybrid_adam import HybridAdam
+from castor.optim.optimizer_params import optimizer_params
 from castor.optim.torch_step import TorchStep
-from castor.plugins.divide import check_states
+from castor.plugins.parallelize import check_states
 from castor.plugins.sharded import ShardedModel, check_divisible, groups_of, islands_of, repoint
 from castor.plugins.torch_settings import TorchPlugin
 from castor.runtime.peft_model import is_peft_model
@@ -149,7 +149,7 @@ class TorchFSDPPlugin(TorchPlugin):
         working = self.settings.compute_dtype
         islands = islands_of(model, working) if working else []
         if optimizers:
-            held_params(model, optimizers, [None] * len(optimizers))
+            optimizer_params(model, optimizers, [None] * len(optimizers))
         self._check_divisible(model, optimizers)
         ranks = self._join(model, optimizers)
         self._give_values(model)

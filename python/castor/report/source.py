@@ -58,7 +58,7 @@ class Source:
     def parameters(self) -> str:
         """The number of parameters, as "42.6M parameters"."""
         count = sum(param.numel() for param in self.engine.params)
-        where = " on this rank" if self.engine.among else ""
+        where = " on this rank" if self.engine.expert_peers else ""
         for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
             if count >= unit:
                 return f"{count / unit:.1f}{name} parameters{where}"
@@ -131,7 +131,7 @@ class Source:
                 "Recomputed",
                 f"{memory.recomputed_blocks} of {memory.activation_blocks} blocks",
                 f"{duration(int(memory.recompute_seconds * 1e9))} of a step; the others keep "
-                f"{size(memory.kept_activation_bytes)}"
+                f"{size(memory.saved_activation_bytes)}"
                 if memory.recompute_seconds
                 else "in backward; their activations are not kept",
             )

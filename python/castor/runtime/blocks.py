@@ -27,7 +27,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def compiled_parts(model: nn.Module) -> dict[str, nn.Module]:
+def compiled_submodules(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules of a model that were compiled before boost, by name, in its order.
 
     Each is followed as one module, from outside of the compiled code. The model itself does not

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from castor.errors import UsageError
-from castor.runtime.model_parts import OwnParts
+from castor.runtime.model_shards import ShardFinder
 from castor.runtime.ranks import Peers, Result
 from castor.runtime.report import MemoryReport, TorchReport
 
@@ -61,12 +61,12 @@ class BoostedModel(Protocol):
         """Gathers as gather does, before a load of every rank."""
         ...
 
-    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
+    def on_first(self, work: Callable[[], Result], shard_finder: ShardFinder) -> Result:
         """Runs `work` on rank 0 for all; the others send shards that it reads. Collective.
 
         Args:
             work: Called once, on rank 0.
-            parts_of: Finds this rank's shard of a tensor.
+            shard_finder: Finds this rank's shard of a tensor.
 
         Returns:
             What `work` returned, on every rank.

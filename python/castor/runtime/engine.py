@@ -27,13 +27,14 @@ from castor.runtime.boosted_model import (
     check_not_boosted,
     remember,
 )
+from castor.runtime.collective_calls import CollectiveCalls
 from castor.runtime.device import make_backend
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook, Replaced, follow, warn_of_late_compiles
 from castor.runtime.input_cast import InputCast, convert_buffers, input_type
 from castor.runtime.memory_sharing import Aliases, check_unshared, refuse_sharing
-from castor.runtime.model_parts import ModelParts
+from castor.runtime.model_shards import ModelShards
 from castor.runtime.packed import check_packed_layers, is_packed, settle_layers
 from castor.runtime.rank_buffers import RankBuffers
 from castor.runtime.ranks import Ranks
@@ -42,7 +43,6 @@ from castor.runtime.rules import FusedRule
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 from castor.runtime.stored_weight import StoredWeights
 from castor.runtime.tensor_types import TensorTypes, scalar_type, tensor_types
-from castor.runtime.together import Together
 from castor.runtime.trace_file import read_trace, write_trace
 
 WORKING_DTYPES: dict[Precision, torch.dtype] = {
@@ -84,7 +84,7 @@ class EngineSettings:
     """Number of copies of the weights that ranks keep in shards."""
 
 
-class Engine(Together):
+class Engine(CollectiveCalls):
     """One boosted model: its C++ session, and its state in Python.
 
     The engine holds the parameters, not the model. The hooks on the model's modules and its
@@ -149,7 +149,7 @@ class Engine(Together):
                 raise
             lazy.run(self._place, self._finish)
             aliases.follow()
-            self.session.share_homes()
+            self.session.share_weights()
             self.session.zero_states()  # last: memory holds no states while values are made
         self.model_name = type(model).__name__
         self.modules = [module.name for module in spec.modules]
@@ -160,7 +160,7 @@ class Engine(Together):
         self.history = StepHistory()
         self.logits = LogitFigures()
         self.blocks = BlockPolicy()
-        self.parts: ModelParts | None = None
+        self.model_shards: ModelShards | None = None
         """Shards or stages of the model on this process; None: it has the full model."""
         self._install_hooks(model, spec)
         convert_buffers(model, self.types, self.device, aliases.tensors)
@@ -235,17 +235,17 @@ class Engine(Together):
 
         That is memory of its chunk where possible; None: the chunk has no memory of the host's.
         """
-        if self.session.weight_cut(self.index_of[param]):
+        if self.session.weight_sharded(self.index_of[param]):
             return in_own_pages(param.shape, dtype)
-        home, master = self.on_host(param).data, self.session.master_view(self.index_of[param])
-        if home.device.type != "cpu":  # its storage is a GPU's memory
+        host, master = self.on_host(param).data, self.session.master_view(self.index_of[param])
+        if host.device.type != "cpu":  # its storage is a GPU's memory
             return None
-        if dtype == home.dtype:
-            return home
+        if dtype == host.dtype:
+            return host
         if master is not None and dtype == master.dtype:
             return master
-        if dtype.itemsize < home.element_size():
-            return home.view(-1).view(dtype)[: home.numel()]
+        if dtype.itemsize < host.element_size():
+            return host.view(-1).view(dtype)[: host.numel()]
         return in_own_pages(param.shape, dtype)
 
     def on_host(self, param: torch.Tensor) -> torch.Tensor:
@@ -259,8 +259,8 @@ class Engine(Together):
             NVMe.
         """
         index = self.index_of.get(param)  # type: ignore[call-overload]
-        home = None if index is None else self.session.home(index)
-        return param if home is None else home
+        host = None if index is None else self.session.host_storage(index)
+        return param if host is None else host
 
     def _finish(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Makes host storage and master of a lazy parameter from its values."""
@@ -333,7 +333,7 @@ class Engine(Together):
         """Returns the figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
         figures |= asdict(self.logits) | asdict(self.blocks.figures())
-        if own := self.among:
+        if own := self.expert_peers:
             rank, ranks = figures["rank"] * own.size + own.rank, figures["ranks"] * own.size
             figures |= {"rank": rank, "ranks": ranks}
         return MemoryReport(

@@ -50,7 +50,7 @@ class RankBuffers:
         """Gives every rank rank 0's buffers of these modules. Collective."""
         buffers = [buffer for number in sorted(numbers) for buffer in self._modules[number]]
         if buffers and self._ranks:
-            share_together(buffers, self._ranks.group.broadcast, torch.device("cpu"))
+            broadcast_flat(buffers, self._ranks.group.broadcast, torch.device("cpu"))
 
     def _now(self) -> list[list[int]]:
         # A BatchNorm shows by its count of batches: writes to its means change no version.
@@ -63,7 +63,7 @@ def names_of_own(module: nn.Module) -> set[str]:
 
 
 @torch.no_grad()
-def share_together(
+def broadcast_flat(
     tensors: Sequence[torch.Tensor],
     broadcast: Callable[[torch.Tensor], object],
     device: torch.device,

@@ -116,24 +116,24 @@ class Peers:
         for tensor in (*model.parameters(), *model.buffers()):
             self.share(tensor)
 
-    def check_equal(self, facts: Mapping[str, Any], *, beside: Any = None) -> list[Any]:
+    def check_equal(self, facts: Mapping[str, Any], *, extra: Any = None) -> list[Any]:
         """Checks that every rank was given the same.
 
         Args:
             facts: Values to compare, by their names in messages; different values need a different
                 repr.
-            beside: Further value of this rank, which may differ; picklable.
+            extra: Further value of this rank, which may differ; picklable.
 
         Returns:
-            `beside` of every rank, in rank order.
+            `extra` of every rank, in rank order.
 
         Raises:
             UsageError: Two ranks differ; every rank raises it.
         """
         place = f"the check that all were given the same: {next(iter(facts))}"
         mine = {name: repr(value) for name, value in facts.items()}
-        everyone = self.gather_at(place, (mine, beside))
-        check_alike([theirs for theirs, _ in everyone])
+        everyone = self.gather_at(place, (mine, extra))
+        check_equal_on_all([theirs for theirs, _ in everyone])
         return [other for _, other in everyone]
 
     def on_first(
@@ -197,7 +197,7 @@ class Ranks(LinkedPeers):
     """See memory_mark()."""
 
 
-def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
+def check_equal_on_all(everyone: Sequence[Mapping[str, Any]]) -> None:
     """Raises UsageError for the first rank that was given other values than rank 0.
 
     Args:

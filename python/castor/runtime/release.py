@@ -41,7 +41,7 @@ def release_model(model: nn.Module, engine: Engine) -> None:
     Raises:
         UsageError: The run is broken; nothing was changed.
     """
-    engine.session.send_home()
+    engine.session.move_to_host()
     for i, param in enumerate(engine.params):
         if engine.session.weight_stored(i):
             param.data = param.detach().clone()

@@ -25,7 +25,7 @@ class LogitFigures:
 
     logit_rows_per_tile: int = 0
     logit_tiles: int = 0
-    logit_unheld_bytes: int = 0
+    logit_avoided_bytes: int = 0
 
     def note(self, *, rows: int, rows_per_tile: int, row_bytes: int) -> None:
         """Records that a loss was computed.
@@ -37,8 +37,8 @@ class LogitFigures:
         """
         self.logit_rows_per_tile = min(rows, rows_per_tile)
         self.logit_tiles = -(-rows // rows_per_tile)
-        unheld = (rows - self.logit_rows_per_tile) * row_bytes
-        self.logit_unheld_bytes = max(self.logit_unheld_bytes, unheld)
+        avoided = (rows - self.logit_rows_per_tile) * row_bytes
+        self.logit_avoided_bytes = max(self.logit_avoided_bytes, avoided)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class BlockFigures:
 
     activation_blocks: int = 0
     recomputed_blocks: int = 0
-    kept_activation_bytes: int = 0
+    saved_activation_bytes: int = 0
     recompute_seconds: float = 0.0
     offloaded_blocks: int = 0
     offloaded_activation_bytes: int = 0
@@ -109,14 +109,14 @@ class MemoryReport:
     """Rows in which the last loss over deferred logits was computed; 0: there was none."""
     logit_tiles: int
     """Number of tiles of that loss."""
-    logit_unheld_bytes: int
+    logit_avoided_bytes: int
     """Bytes of logits that were never in memory, for the largest such loss: all but one tile."""
     activation_blocks: int
     """Number of blocks: repeated parts of the model, whose activations are kept, recomputed or
     offloaded."""
     recomputed_blocks: int
     """Number of these that backward computes again, in whole or in part."""
-    kept_activation_bytes: int
+    saved_activation_bytes: int
     """activations="auto": bytes that the other blocks save for backward, as profiled."""
     recompute_seconds: float
     """activations="auto": seconds of a step that recomputing blocks takes, as profiled."""

@@ -13,7 +13,7 @@ from torch import nn
 from castor.errors import CheckpointError, Error
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.dtensors import is_dtensor
-from castor.runtime.model_parts import OwnParts
+from castor.runtime.model_shards import ShardFinder
 from castor.runtime.ranks import Peers, Result
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Shards:
     """The ranks that shard a model's parameters. All ranks make the same calls."""
 
     def __init__(self, model: nn.Module, ranks: Peers | None) -> None:
-        """Registers the model, so that `whole` finds these ranks.
+        """Registers the model, so that `full_tensor` finds these ranks.
 
         Args:
             model: Model that is sharded.
@@ -35,15 +35,15 @@ class Shards:
         self._ranks = ranks
         _shards[model] = self
 
-    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
-        """Runs `work` on rank 0 for all; it may call `whole` meanwhile. Collective."""
+    def on_first(self, work: Callable[[], Result], shard_finder: ShardFinder) -> Result:
+        """Runs `work` on rank 0 for all; it may call `full_tensor` meanwhile. Collective."""
         if self._ranks is None:
             return work()
         return self._ranks.on_first(
-            work, serve=lambda: self._serve(parts_of), end_service=lambda: self._end()
+            work, serve=lambda: self._serve(shard_finder), end_service=lambda: self._end()
         )
 
-    def whole(self, key: str, own: DTensor) -> torch.Tensor:
+    def full_tensor(self, key: str, own: DTensor) -> torch.Tensor:
         """Returns the full tensor, on the rank that runs `work`; every rank gathers it meanwhile.
 
         Args:
@@ -62,12 +62,12 @@ class Shards:
         if self._ranks:
             self._ranks.gather(None)
 
-    def _serve(self, parts_of: OwnParts) -> None:
+    def _serve(self, shard_finder: ShardFinder) -> None:
         ranks = self._ranks
         while ranks and (key := ranks.gather(None)[0]) is not None:
             own, failed = None, None
             try:
-                _, own = parts_of.find(key)
+                _, own = shard_finder.find(key)
             except Exception as error:
                 failed = f"rank {ranks.rank}: {type(error).__name__}: {error}"
             with suppress(Error):  # rank 0 raises it
@@ -82,7 +82,7 @@ class Shards:
         return _together(own)
 
 
-def whole(model: nn.Module | None, key: str, own: DTensor) -> torch.Tensor:
+def full_tensor(model: nn.Module | None, key: str, own: DTensor) -> torch.Tensor:
     """Returns a full tensor of a model in host memory. Called while a save runs on rank 0.
 
     Raises:
@@ -95,7 +95,7 @@ def whole(model: nn.Module | None, key: str, own: DTensor) -> torch.Tensor:
             f"tensor '{name}' is a DTensor of a model that castor did not divide; boost it with "
             "TorchFSDPPlugin, or save it with torch.distributed.checkpoint"
         )
-    return shards.whole(key, own)
+    return shards.full_tensor(key, own)
 
 
 def own_shard(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from castor.errors import UsageError
-from castor.runtime.blocks import compiled_parts
+from castor.runtime.blocks import compiled_submodules
 from castor.runtime.boosted_model import name_before_compile
 from castor.runtime.dtensors import is_dtensor
 from castor.runtime.packed import check_packed, is_packed
@@ -75,7 +75,7 @@ class ModelSpec:
         spec = cls()
         known: dict[nn.Parameter, int] = {}
         position_of: dict[str, int] = {}
-        compiled, at_once = compiled_parts(model), set()
+        compiled, at_once = compiled_submodules(model), set()
         for name, module in model.named_modules():
             owned: list[int] = []
             for short_name, param in module._parameters.items():

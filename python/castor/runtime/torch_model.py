@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from castor.runtime.boosted_model import check_not_boosted, remember
 from castor.runtime.dtensors import is_dtensor
 from castor.runtime.guard import guard
-from castor.runtime.model_parts import OwnParts
+from castor.runtime.model_shards import ShardFinder
 from castor.runtime.ranks import Peers, Result
 from castor.runtime.report import TorchReport
 
@@ -58,7 +58,7 @@ class TorchModel:
         """Number of steps before this process, from the checkpoint it resumed from."""
         self.steps = 0
         """Number of steps since boost."""
-        self.apart = False
+        self.unreduced = False
         """Whether the last pass was under no_sync, so that its gradients are this rank's alone."""
         self._synchronised = True
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
@@ -95,9 +95,9 @@ class TorchModel:
 
     def pass_begins(self) -> None:
         """Notes whether the pass that begins is under no_sync."""
-        self.apart = self.shared and not self._synchronised
+        self.unreduced = self.shared and not self._synchronised
 
-    def bring_together(self) -> None:
+    def reduce_gradients(self) -> None:
         """Makes gradients the ranks' mean, before a step. Collective."""
 
     def gather(self, value: Any) -> list[Any]:
@@ -108,9 +108,9 @@ class TorchModel:
         """See BoostedModel."""
         return self.gather(value)
 
-    def on_first(self, work: Callable[[], Result], parts_of: OwnParts) -> Result:
+    def on_first(self, work: Callable[[], Result], shard_finder: ShardFinder) -> Result:
         """See BoostedModel; every rank has the whole model."""
-        del parts_of
+        del shard_finder
         if self.ranks is None:
             return work()
         return self.ranks.on_first(work, serve=_nothing, end_service=_nothing)

@@ -254,7 +254,7 @@ void expect_sound(const Model& model, const ChunkLayout& layout, std::size_t wor
       EXPECT_EQ(param.type, chunk.type);
       EXPECT_EQ(param.trainable, chunk.trainable);
       EXPECT_EQ(param.trainable && param.has_state, chunk.has_state);
-      EXPECT_EQ(!model.modules.empty() && !needed.contains(id), chunk.read_at_home);
+      EXPECT_EQ(!model.modules.empty() && !needed.contains(id), chunk.read_on_host);
       EXPECT_EQ(layout.place(id).offset * size_of(param.type), end) << "gap or overlap";
       end = align_up(end + bytes_of(param), kParamAlignment);
     }
@@ -273,7 +273,7 @@ void expect_sound(const Model& model, const ChunkLayout& layout, std::size_t wor
     }
     // A shared chunk closes only when the next parameter of its class does not fit.
     auto& last = last_shared[8 * static_cast<std::size_t>(chunk.type) + (chunk.trainable ? 4 : 0) +
-                             (chunk.has_state ? 2 : 0) + (chunk.read_at_home ? 1 : 0)];
+                             (chunk.has_state ? 2 : 0) + (chunk.read_on_host ? 1 : 0)];
     if (last.has_value()) {
       const ChunkSpec& closed = layout.chunks()[*last];
       const ParamId end_id = closed.params.back();
@@ -492,8 +492,8 @@ TEST(ChunkLayoutTest, WhatNoModuleNeedsNeverSharesAChunkWithWhatOneNeeds) {
   ASSERT_EQ(layout.chunks().size(), 2U);
   const ChunkId chunk = layout.place(apart).chunk;
   EXPECT_EQ(layout.chunk(chunk).params, std::vector{apart});
-  EXPECT_TRUE(layout.chunk(chunk).read_at_home);
-  EXPECT_FALSE(layout.chunk(layout.place(ParamId{0}).chunk).read_at_home);
+  EXPECT_TRUE(layout.chunk(chunk).read_on_host);
+  EXPECT_FALSE(layout.chunk(layout.place(ParamId{0}).chunk).read_on_host);
   EXPECT_EQ(layout.place(ParamId{0}).chunk, layout.place(ParamId{2}).chunk);
   EXPECT_TRUE(layout.chunks_of(ModuleId{1}).empty());
 }

@@ -89,10 +89,10 @@ class Walk {
     rig_.manager.reset();
     EXPECT_EQ(rig_.engine.num_pending(), 0u);
     for (std::size_t i = 0; i < values_.size(); ++i) {
-      EXPECT_TRUE(rig_.home_holds(param_id(i), values_[i])) << "parameter " << i;
+      EXPECT_TRUE(rig_.host_storage_holds(param_id(i), values_[i])) << "parameter " << i;
     }
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
-      EXPECT_TRUE(rig_.bound_home(chunk_id(i)));
+      EXPECT_TRUE(rig_.bound_to_host(chunk_id(i)));
     }
   }
 
@@ -128,7 +128,7 @@ class Walk {
     switch (below(adversary_.stored ? 4 : 2)) {
       case 0: return rig_.engine.fail_submit(call);
       case 1: return rig_.engine.fail_wait(call);
-      case 2: return rig_.store.fail_hold(call);
+      case 2: return rig_.store.fail_lease(call);
       default: return rig_.store.fail_wait(call);
     }
   }
@@ -230,7 +230,7 @@ class Walk {
       const bool resident = rig_.manager->resident(chunk);
       EXPECT_TRUE(resident || entry.pins == 0) << "a pinned chunk left";
       entry.resident = resident;
-      entry.bound = !rig_.bound_home(chunk);
+      entry.bound = !rig_.bound_to_host(chunk);
       for (const ParamId param : rig_.layout.chunk(chunk).params) {
         if (states_[index(param)] != TensorState::kReadyForReduce && !resident) {
           states_[index(param)] = TensorState::kFree;
@@ -266,7 +266,7 @@ class Walk {
         case 8: return write();
         case 9: return promote(chunk);
         case 10: return below(2) == 0 ? demote(chunk) : demote_one();
-        default: return below(200) == 0 ? send_home() : use(chunk);
+        default: return below(200) == 0 ? move_to_host() : use(chunk);
       }
     } catch (const InjectedFailure&) {
       EXPECT_TRUE(adversary_.copies_fail);
@@ -441,12 +441,12 @@ class Walk {
     model(rig_.layout.place(param_id(param)).chunk).dirty = true;
   }
 
-  void send_home() {
-    last_ = "send_home";
+  void move_to_host() {
+    last_ = "move_to_host";
     while (!pins_.empty()) {
       unpin();
     }
-    rig_.manager->send_home();
+    rig_.manager->move_to_host();
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       if (chunks_[i].resident) {
         model_leaves(chunk_id(i));
@@ -466,8 +466,8 @@ class Walk {
       const ChunkId chunk = chunk_id(i);
       EXPECT_EQ(manager.resident(chunk), chunks_[i].resident || on_device(chunk));
       EXPECT_EQ(manager.pins(chunk), chunks_[i].pins);
-      EXPECT_EQ(rig_.bound_home(chunk), !chunks_[i].bound);
-      EXPECT_EQ(rig_.store.num_holds(chunk),
+      EXPECT_EQ(rig_.bound_to_host(chunk), !chunks_[i].bound);
+      EXPECT_EQ(rig_.store.num_leases(chunk),
                 manager.stored(chunk) && chunks_[i].resident && !chunks_[i].bound ? 1 : 0)
           << "chunk " << i << " is held while it is copied in, and at no other time";
     }

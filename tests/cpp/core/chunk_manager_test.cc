@@ -53,7 +53,7 @@ class ChunkManagerTest : public ::testing::Test {
   std::optional<Rig> rig_;
 };
 
-TEST_F(ChunkManagerTest, StartsWithEverythingAtHome) {
+TEST_F(ChunkManagerTest, StartsWithEverythingOnTheHost) {
   start(3, 1);
   EXPECT_EQ(manager().slot_bytes(), 0u);
   EXPECT_EQ(used(), 0u);
@@ -65,11 +65,11 @@ TEST_F(ChunkManagerTest, StartsWithEverythingAtHome) {
 TEST_F(ChunkManagerTest, PinnedChunkIsBoundToItsSlotAndReadsTheSame) {
   start(2, 1);
   manager().fetch(kA);
-  EXPECT_TRUE(rig_->bound_home(kA)) << "readable at home until the copy is waited for";
+  EXPECT_TRUE(rig_->bound_to_host(kA)) << "readable at home until the copy is waited for";
   EXPECT_EQ(rig_->engine.num_pending(), 1u);
   const Pin pin = manager().pin(kA);
   EXPECT_EQ(rig_->engine.num_pending(), 0u);
-  EXPECT_FALSE(rig_->bound_home(kA));
+  EXPECT_FALSE(rig_->bound_to_host(kA));
   EXPECT_TRUE(rig_->binder.reads(param_id(0), Rig::initial(0)));
   EXPECT_EQ(manager().slot_bytes(), kChunk);
   EXPECT_EQ(manager().pinned_bytes(), kChunk);
@@ -97,7 +97,7 @@ TEST_F(ChunkManagerTest, PinnedChunkIsNeverEvicted) {
   manager().fetch(kB);
   Pin pin = manager().pin(kA);
   EXPECT_THROW(manager().evict(kA), UsageError);
-  EXPECT_THROW(manager().send_home(), UsageError);
+  EXPECT_THROW(manager().move_to_host(), UsageError);
   EXPECT_TRUE(manager().resident(kA));
   EXPECT_TRUE(manager().make_room(kChunk, kNoCap));
   EXPECT_TRUE(manager().resident(kA)) << "the other one left";
@@ -205,9 +205,9 @@ TEST_F(ChunkManagerTest, UserWriteOnTheDeviceIsCopiedBack) {
   manager().fetch(kA);
   { const Pin pin = manager().pin(kA); }
   rig_->binder.write(param_id(0), 77);
-  EXPECT_TRUE(rig_->home_holds(param_id(0), Rig::initial(0))) << "not yet";
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(0), Rig::initial(0))) << "not yet";
   manager().evict(kA);
-  EXPECT_TRUE(rig_->home_holds(param_id(0), 77));
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 77));
   EXPECT_TRUE(rig_->binder.reads(param_id(0), 77));
   EXPECT_EQ(manager().counts().d2h_bytes, kChunk);
   manager().fetch(kA);
@@ -215,7 +215,7 @@ TEST_F(ChunkManagerTest, UserWriteOnTheDeviceIsCopiedBack) {
   EXPECT_TRUE(rig_->binder.reads(param_id(0), 77));
 }
 
-TEST_F(ChunkManagerTest, BinderSeesHomeAndSlotBeforeTheOneOverwritesTheOther) {
+TEST_F(ChunkManagerTest, BinderSeesHostStorageAndSlotBeforeTheOneOverwritesTheOther) {
   start(1, 1);
   manager().fetch(kA);
   { const Pin pin = manager().pin(kA); }
@@ -227,7 +227,7 @@ TEST_F(ChunkManagerTest, BinderSeesHomeAndSlotBeforeTheOneOverwritesTheOther) {
   manager().evict(kA);
   ASSERT_EQ(rig_->binder.write_backs().size(), 1u);
   EXPECT_EQ(rig_->binder.write_backs()[0].chunk, kA);
-  EXPECT_EQ(rig_->binder.write_backs()[0].home, std::byte{Rig::initial(0)});
+  EXPECT_EQ(rig_->binder.write_backs()[0].host, std::byte{Rig::initial(0)});
   EXPECT_EQ(rig_->binder.write_backs()[0].slot, std::byte{77});
 }
 
@@ -238,26 +238,26 @@ TEST_F(ChunkManagerTest, CleanChunkCostsNothingToDrop) {
   manager().evict(kA);
   EXPECT_EQ(manager().counts().d2h_bytes, 0u);
   EXPECT_EQ(manager().counts().evictions, 1u);
-  EXPECT_TRUE(rig_->bound_home(kA));
+  EXPECT_TRUE(rig_->bound_to_host(kA));
 }
 
-TEST_F(ChunkManagerTest, WriteToTheHomeBetweenFetchAndPinIsNotLost) {
+TEST_F(ChunkManagerTest, WriteToHostStorageBetweenFetchAndPinIsNotLost) {
   start(1, 1);
   manager().fetch(kA);
   rig_->engine.wait(CopyTicket{1});  // the copy is over before the write: the slot is stale
   rig_->binder.write(param_id(0), 55);
   const Pin pin = manager().pin(kA);
   EXPECT_TRUE(rig_->binder.reads(param_id(0), 55));
-  EXPECT_FALSE(rig_->bound_home(kA));
+  EXPECT_FALSE(rig_->bound_to_host(kA));
   EXPECT_EQ(manager().counts().h2d_bytes, 2 * kChunk);
 }
 
-TEST_F(ChunkManagerTest, WriteToTheHomeOfAChunkThatLeavesUnpinnedIsNotLost) {
+TEST_F(ChunkManagerTest, WriteToHostStorageOfAChunkThatLeavesUnpinnedIsNotLost) {
   start(1, 1);
   manager().fetch(kA);
   rig_->binder.write(param_id(0), 55);
   manager().evict(kA);
-  EXPECT_TRUE(rig_->home_holds(param_id(0), 55));
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 55));
   EXPECT_EQ(manager().counts().d2h_bytes, 0u) << "the slot knows nothing that the home does not";
 }
 
@@ -271,9 +271,9 @@ TEST_F(ChunkManagerTest, WriteSurvivesTheRestOfItsChunk) {
   { const Pin pin = manager().pin(kA); }
   rig_->binder.write(param_id(1), 99);
   manager().evict(kA);
-  EXPECT_TRUE(rig_->home_holds(param_id(0), Rig::initial(0)));
-  EXPECT_TRUE(rig_->home_holds(param_id(1), 99));
-  EXPECT_TRUE(rig_->home_holds(param_id(2), Rig::initial(2)));
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(0), Rig::initial(0)));
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(1), 99));
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(2), Rig::initial(2)));
 }
 
 TEST_F(ChunkManagerTest, SlotTakesTheCapacityAndCopiesMoveWhatIsUsed) {
@@ -295,7 +295,7 @@ TEST_F(ChunkManagerTest, ChunkOfEmptyParametersComesAndGoes) {
   EXPECT_EQ(used(), 0u);
 }
 
-TEST_F(ChunkManagerTest, KeptChunkStaysUntilItIsSentHome) {
+TEST_F(ChunkManagerTest, KeptChunkStaysUntilItMovesToTheHost) {
   start(3, 2, {Placement::kKeep});
   manager().fetch(kA);
   manager().fetch(kB);
@@ -305,8 +305,8 @@ TEST_F(ChunkManagerTest, KeptChunkStaysUntilItIsSentHome) {
   { const Pin pin = manager().pin(kA); }
   EXPECT_FALSE(manager().make_room(2 * kChunk, kNoCap)) << "unpinning changes nothing";
   rig_->binder.write(param_id(0), 42);
-  manager().send_home();
-  EXPECT_TRUE(rig_->home_holds(param_id(0), 42));
+  manager().move_to_host();
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 42));
   EXPECT_EQ(used(), 0u);
 }
 
@@ -324,7 +324,7 @@ TEST_F(ChunkManagerTest, DeviceChunkLivesThereAndTakesNoSlot) {
   EXPECT_EQ(manager().counts().h2d_bytes, 0u);
   EXPECT_THROW(manager().evict(kA), UsageError);
   EXPECT_FALSE(manager().make_room(2 * kChunk, kNoCap));
-  manager().send_home();
+  manager().move_to_host();
   EXPECT_TRUE(manager().resident(kA));
 }
 
@@ -334,18 +334,18 @@ TEST_F(ChunkManagerTest, EvictingWhatIsNotThereIsRefused) {
   EXPECT_EQ(manager().counts().evictions, 0u);
 }
 
-TEST_F(ChunkManagerTest, SendHomeIsIdempotentAndNotCountedAsEviction) {
+TEST_F(ChunkManagerTest, MoveToHostIsIdempotentAndNotCountedAsEviction) {
   start(2, 2);
   manager().fetch(kA);
   manager().fetch(kB);
   { const Pin pin = manager().pin(kB); }
   rig_->binder.write(param_id(1), 9);
-  manager().send_home();
-  manager().send_home();
+  manager().move_to_host();
+  manager().move_to_host();
   EXPECT_EQ(used(), 0u);
   EXPECT_EQ(manager().counts().evictions, 0u);
   EXPECT_EQ(manager().counts().d2h_bytes, kChunk);
-  EXPECT_TRUE(rig_->home_holds(param_id(1), 9));
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(1), 9));
 }
 
 TEST_F(ChunkManagerTest, GradientStateOutlivesResidency) {
@@ -377,13 +377,13 @@ TEST_F(ChunkManagerTest, ChunkInUseCannotLeaveAndNothingChanges) {
   manager().set_state(param_id(0), TensorState::kCompute);
   EXPECT_THROW(manager().evict(kA), UsageError);
   EXPECT_TRUE(manager().resident(kA));
-  EXPECT_FALSE(rig_->bound_home(kA));
+  EXPECT_FALSE(rig_->bound_to_host(kA));
   EXPECT_EQ(manager().counts().evictions, 0u);
   manager().set_state(param_id(0), TensorState::kHold);
   manager().evict(kA);
 }
 
-TEST_F(ChunkManagerTest, PayloadsLiveAtTheChunksHome) {
+TEST_F(ChunkManagerTest, PayloadsLiveInTheChunksHostStorage) {
   start(2, 3, {Placement::kDevice});
   manager().add_payload(kA, PayloadKind::kGrad, 128);
   manager().add_payload(kB, state_payload(0), 512);
@@ -407,7 +407,7 @@ TEST_F(ChunkManagerTest, RejectsPlacementsForAnotherModel) {
                InvalidArgument);
 }
 
-TEST_F(ChunkManagerTest, ConstructorGivesBackWhatItTookWhenAHomeIsRefused) {
+TEST_F(ChunkManagerTest, ConstructorGivesBackWhatItTookWhenHostStorageIsRefused) {
   start(3, 1);
   const auto live = std::make_shared<LiveBlocks>();
   const auto host = std::make_shared<MemoryTier>(TierKind::kHost, 10 * kChunk,
@@ -419,7 +419,7 @@ TEST_F(ChunkManagerTest, ConstructorGivesBackWhatItTookWhenAHomeIsRefused) {
   EXPECT_EQ(live->count(), 0u);
 }
 
-TEST_F(ChunkManagerTest, DeviceArenaThatRefusesLeavesTheChunkAtHome) {
+TEST_F(ChunkManagerTest, DeviceArenaThatRefusesLeavesTheChunkOnTheHost) {
   start(2, 1);
   const auto live = std::make_shared<LiveBlocks>();
   const auto device = std::make_shared<MemoryTier>(TierKind::kDevice, 10 * kChunk,
@@ -434,7 +434,7 @@ TEST_F(ChunkManagerTest, DeviceArenaThatRefusesLeavesTheChunkAtHome) {
   EXPECT_EQ(device->ledger().used(), 2 * kChunk);
 }
 
-TEST_F(ChunkManagerTest, DestructorBindsEveryParameterHomeAndSavesUserWrites) {
+TEST_F(ChunkManagerTest, DestructorBindsEveryParameterToTheHostAndSavesUserWrites) {
   start(3, 3);
   manager().fetch(kA);
   manager().fetch(kB);
@@ -448,25 +448,25 @@ TEST_F(ChunkManagerTest, DestructorBindsEveryParameterHomeAndSavesUserWrites) {
   EXPECT_EQ(rig_->device_blocks->count(), 0u);
   EXPECT_EQ(used(), 0u);
   for (const ChunkId chunk : {kA, kB, kC}) {
-    EXPECT_TRUE(rig_->bound_home(chunk));
+    EXPECT_TRUE(rig_->bound_to_host(chunk));
   }
   EXPECT_TRUE(rig_->binder.reads(param_id(0), 200));
   EXPECT_TRUE(rig_->binder.reads(param_id(1), Rig::initial(1)));
   EXPECT_TRUE(rig_->binder.reads(param_id(2), 201));
 }
 
-TEST_F(ChunkManagerTest, DestructorThatCannotCopyBackStillBindsHome) {
+TEST_F(ChunkManagerTest, DestructorThatCannotCopyBackStillBindsToTheHost) {
   start(1, 1);
   manager().fetch(kA);
   { const Pin pin = manager().pin(kA); }
   rig_->binder.write(param_id(0), 200);
   rig_->engine.fail_submit(1);
   rig_->manager.reset();
-  EXPECT_TRUE(rig_->bound_home(kA));
+  EXPECT_TRUE(rig_->bound_to_host(kA));
   EXPECT_EQ(used(), 0u);
 }
 
-TEST_F(ChunkManagerTest, RefusedCopyInLeavesTheChunkAtHome) {
+TEST_F(ChunkManagerTest, RefusedCopyInLeavesTheChunkOnTheHost) {
   start(1, 1);
   rig_->engine.fail_submit(1);
   EXPECT_THROW(manager().fetch(kA), InjectedFailure);
@@ -485,7 +485,7 @@ TEST_F(ChunkManagerTest, HalfACopyIsNeverBound) {
   rig_->engine.fail_wait(1);
   EXPECT_THROW((void)manager().pin(kA), InjectedFailure);
   EXPECT_FALSE(manager().resident(kA));
-  EXPECT_TRUE(rig_->bound_home(kA));
+  EXPECT_TRUE(rig_->bound_to_host(kA));
   EXPECT_EQ(used(), 0u);
   EXPECT_THROW((void)manager().pin(kA), UsageError);
   manager().fetch(kA);
@@ -530,7 +530,7 @@ TEST_F(ChunkManagerTest, FailedCopyBackKeepsTheOnlyCopyOnTheDevice) {
     EXPECT_EQ(manager().counts().evictions, 0u);
     rig_->expect_consistent();
     EXPECT_TRUE(manager().make_room(kChunk, kNoCap)) << "it may still be evicted";
-    EXPECT_TRUE(rig_->home_holds(param_id(0), 33));
+    EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 33));
   }
 }
 
@@ -539,9 +539,9 @@ TEST_F(ChunkManagerTest, FailedPrefetchDoesNotKeepItsChunkFromLeaving) {
   manager().fetch(kA);
   manager().fetch(kB);
   rig_->engine.fail_wait(1);
-  EXPECT_THROW(manager().send_home(), InjectedFailure) << "the failure is told once";
+  EXPECT_THROW(manager().move_to_host(), InjectedFailure) << "the failure is told once";
   rig_->expect_consistent();
-  manager().send_home();
+  manager().move_to_host();
   EXPECT_EQ(used(), 0u);
 }
 
@@ -550,13 +550,13 @@ class PendingUpdateTest : public ChunkManagerTest {
  protected:
   void pend(ChunkId chunk, std::uint8_t value) {
     manager().follow(&updates_);
-    std::byte* home = rig_->homes[index(chunk)]->data();
-    updates_.submit(chunk, [home, value] { std::memset(home, value, kChunk); });
+    std::byte* host = rig_->host_payloads[index(chunk)]->data();
+    updates_.submit(chunk, [host, value] { std::memset(host, value, kChunk); });
   }
   testing::FakeUpdates updates_;
 };
 
-TEST_F(PendingUpdateTest, AFetchReadsTheHomeAfterItsUpdate) {
+TEST_F(PendingUpdateTest, AFetchReadsHostStorageAfterItsUpdate) {
   start(2, 2);
   pend(kA, 77);
   manager().fetch(kA);
@@ -584,12 +584,12 @@ TEST_F(PendingUpdateTest, OtherChunksDoNotWait) {
   EXPECT_FALSE(manager().update_pending(kB));
 }
 
-TEST_F(PendingUpdateTest, EvictingAChunkThatWasFetchedAheadLeavesTheUpdatedHome) {
+TEST_F(PendingUpdateTest, EvictingAChunkThatWasFetchedAheadLeavesTheUpdatedHostStorage) {
   start(1, 1);
   pend(kA, 77);
   manager().fetch(kA);
   manager().evict(kA);
-  EXPECT_TRUE(rig_->home_holds(param_id(0), 77));
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 77));
 }
 
 TEST_F(PendingUpdateTest, AFailedUpdateIsToldToWhoeverPinsAndNothingIsKept) {
@@ -634,10 +634,10 @@ TEST_F(ChunkManagerTest, FailureAtTheNthCopyLeavesItUsable) {
       }
       EXPECT_EQ(failures, 1u);
       rig_->engine.never_fail();
-      manager().send_home();
+      manager().move_to_host();
       EXPECT_EQ(used(), 0u);
       for (std::size_t i = 0; i < 4; ++i) {
-        EXPECT_TRUE(rig_->home_holds(param_id(i), static_cast<std::uint8_t>(108 + i)));
+        EXPECT_TRUE(rig_->host_storage_holds(param_id(i), static_cast<std::uint8_t>(108 + i)));
       }
     }
   }

@@ -112,7 +112,7 @@ TEST_F(ChunkPromotionTest, WithoutRoomForAllOfItNothingMoves) {
   EXPECT_FALSE(manager().promoted(kA));
   EXPECT_EQ(used(), 0u);
   EXPECT_EQ(manager().counts().h2d_bytes, 0u);
-  EXPECT_TRUE(rig_->bound_home(kA));
+  EXPECT_TRUE(rig_->bound_to_host(kA));
 }
 
 TEST_F(ChunkPromotionTest, ADemotedChunkIsAStreamedOneThatIsResident) {
@@ -132,20 +132,20 @@ TEST_F(ChunkPromotionTest, ADemotedChunkIsAStreamedOneThatIsResident) {
   EXPECT_EQ(manager().counts().d2h_bytes, kWhole);
   EXPECT_EQ(manager().counts().demotions, 1u);
   EXPECT_TRUE(holds(kA, PayloadKind::kGrad, 78));
-  EXPECT_TRUE(rig_->home_holds(param_id(0), 77));
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 77));
   manager().evict(kA);
   EXPECT_EQ(used(), 0u);
   EXPECT_EQ(manager().counts().d2h_bytes, kWhole) << "its home was up to date";
   EXPECT_TRUE(rig_->binder.reads(param_id(0), 77));
 }
 
-TEST_F(ChunkPromotionTest, WhatIsWrittenAfterTheDemotionGoesHomeAsWell) {
+TEST_F(ChunkPromotionTest, WhatIsWrittenAfterTheDemotionGoesToTheHostAsWell) {
   start(1, kWhole);
   ASSERT_TRUE(manager().try_promote(kA));
   manager().demote(kA);
   rig_->binder.write(param_id(0), 55);
   manager().evict(kA);
-  EXPECT_TRUE(rig_->home_holds(param_id(0), 55));
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 55));
 }
 
 TEST_F(ChunkPromotionTest, APinnedChunkInUseMayBeDemotedAndStaysPinned) {
@@ -189,7 +189,7 @@ TEST_F(ChunkPromotionTest, DemotionWaitsForTheUpdate) {
   EXPECT_TRUE(holds(kA, state_payload(0), 9));
 }
 
-TEST_F(ChunkPromotionTest, OnlyAStreamedChunkAtHomeIsPromoted) {
+TEST_F(ChunkPromotionTest, OnlyAStreamedChunkOnTheHostIsPromoted) {
   start(4, 4 * kWhole, {Placement::kStream, Placement::kKeep, Placement::kDevice});
   manager().fetch(kA);
   EXPECT_THROW((void)manager().try_promote(kA), UsageError);
@@ -229,7 +229,7 @@ TEST_F(ChunkPromotionTest, AFailedCopyLeavesTheChunkWhereItWas) {
       rig_->engine.never_fail();
       rig_->expect_consistent();
       manager().demote(kA);
-      EXPECT_TRUE(rig_->home_holds(param_id(0), 66));
+      EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 66));
     }
   }
 }
@@ -243,16 +243,16 @@ TEST_F(ChunkPromotionTest, WritesInTheMiddleOfAStepAreComparedWithWhatWasThere) 
   EXPECT_EQ(used(), 3 * kChunk);
   rig_->binder.write(param_id(0), 10);  // between steps: not told apart at home either
   { const Pin pin = manager().pin(kA); }
-  manager().send_home();
+  manager().move_to_host();
   EXPECT_TRUE(rig_->binder.write_backs().empty());
   { const Pin pin = manager().pin(kA); }
   rig_->binder.write(param_id(0), 11);
   { const Pin pin = manager().pin(kA); }
   manager().settle_writes(kA);
   ASSERT_EQ(rig_->binder.write_backs().size(), 1u);
-  EXPECT_EQ(rig_->binder.write_backs()[0].home, std::byte{10});
+  EXPECT_EQ(rig_->binder.write_backs()[0].host, std::byte{10});
   EXPECT_EQ(rig_->binder.write_backs()[0].slot, std::byte{11});
-  manager().send_home();
+  manager().move_to_host();
   EXPECT_EQ(rig_->binder.write_backs().size(), 1u) << "once";
   { const Pin pin = manager().pin(kA); }
   rig_->binder.write(param_id(0), 12);
@@ -261,25 +261,25 @@ TEST_F(ChunkPromotionTest, WritesInTheMiddleOfAStepAreComparedWithWhatWasThere) 
   rig_->binder.write(param_id(0), 13);
   manager().evict(kA);
   ASSERT_EQ(rig_->binder.write_backs().size(), 3u);
-  EXPECT_EQ(rig_->binder.write_backs()[2].home, std::byte{12});
-  EXPECT_TRUE(rig_->home_holds(param_id(0), 13));
+  EXPECT_EQ(rig_->binder.write_backs()[2].host, std::byte{12});
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 13));
 }
 
 TEST_F(ChunkPromotionTest, FollowersGoWhereThePayloadGoes) {
   start(1, kWhole);
   const auto& grad = manager().payload(kA, PayloadKind::kGrad);
-  std::byte* const home = grad->data();
-  auto kept = std::make_shared<std::byte*>(home);
-  auto dropped = std::make_shared<std::byte*>(home);
+  std::byte* const host = grad->data();
+  auto kept = std::make_shared<std::byte*>(host);
+  auto dropped = std::make_shared<std::byte*>(host);
   grad->add_follower(std::make_unique<FakeFollower>(kept));
   grad->add_follower(std::make_unique<FakeFollower>(dropped));
   dropped.reset();
   ASSERT_TRUE(manager().try_promote(kA));
-  EXPECT_NE(*kept, home);
+  EXPECT_NE(*kept, host);
   EXPECT_EQ(*kept, grad->data());
-  EXPECT_EQ(grad->home(), home);
+  EXPECT_EQ(grad->host_storage(), host);
   manager().demote(kA);
-  EXPECT_EQ(*kept, home);
+  EXPECT_EQ(*kept, host);
 }
 
 TEST_F(ChunkPromotionTest, PromotedChunksOutliveTheManagerWhereTheyAre) {
@@ -288,10 +288,11 @@ TEST_F(ChunkPromotionTest, PromotedChunksOutliveTheManagerWhereTheyAre) {
   rig_->binder.write(param_id(0), 33);
   const std::byte* address = rig_->binder.address(kA);
   rig_->manager.reset();
-  EXPECT_EQ(rig_->homes[0]->data(), address) << "whoever knows the address may go on using it";
-  EXPECT_TRUE(rig_->home_holds(param_id(0), 33));
+  EXPECT_EQ(rig_->host_payloads[0]->data(), address)
+      << "whoever knows the address may go on using it";
+  EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 33));
   EXPECT_EQ(used(), kChunk) << "what the payloads that are left take";
-  rig_->homes.clear();
+  rig_->host_payloads.clear();
   EXPECT_EQ(used(), 0u);
 }
 

@@ -74,10 +74,10 @@ struct Machine {
     manager = std::make_unique<ChunkManager>(layout, std::vector(num_chunks, Placement::kStream),
                                              device, host, copies, binder);
     for (std::size_t i = 0; i < num_chunks; ++i) {
-      std::byte* const home = manager->payload(chunk(i), PayloadKind::kParam)->data();
+      std::byte* const host = manager->payload(chunk(i), PayloadKind::kParam)->data();
       values.push_back(next_value);
-      std::memset(home, next_value++, kBytes);
-      binder.addresses[i] = home;
+      std::memset(host, next_value++, kBytes);
+      binder.addresses[i] = host;
     }
   }
   static ChunkId chunk(std::size_t i) { return ChunkId{static_cast<std::uint32_t>(i)}; }
@@ -109,11 +109,11 @@ struct Machine {
     const Pin pin = manager->pin(chunk(i));
     read(i, compute->id());
   }
-  [[nodiscard]] bool homes_hold_their_values() {
+  [[nodiscard]] bool host_storage_has_its_values() {
     bool all = true;
     for (std::size_t i = 0; i < values.size(); ++i) {
-      const std::byte* const home = manager->payload(chunk(i), PayloadKind::kParam)->data();
-      all = all && home[0] == std::byte(values[i]);
+      const std::byte* const host = manager->payload(chunk(i), PayloadKind::kParam)->data();
+      all = all && host[0] == std::byte(values[i]);
     }
     return all;
   }
@@ -125,7 +125,7 @@ TEST(ChunkStreamsTest, AWriteBackIsBehindTheStreamThatWrote) {
     machine.use(0);
     machine.write(0, kA);
     machine.manager->evict(machine.chunk(0));  // by whoever allocates, on whatever stream
-    EXPECT_TRUE(machine.homes_hold_their_values()) << "seed " << seed;
+    EXPECT_TRUE(machine.host_storage_has_its_values()) << "seed " << seed;
   }
 }
 
@@ -152,10 +152,10 @@ TEST(ChunkStreamsTest, AModelThatMovesToAnotherStreamTakesItsSlotsAlong) {
     machine.use(1);  // evicts chunk 0, whose slot is of a's pool
     machine.scratch(kA);
     machine.scratch(kB);
-    machine.manager->send_home();
+    machine.manager->move_to_host();
     machine.streams.run_all();
     EXPECT_EQ(machine.wrong, 0) << "seed " << seed;
-    EXPECT_TRUE(machine.homes_hold_their_values()) << "seed " << seed;
+    EXPECT_TRUE(machine.host_storage_has_its_values()) << "seed " << seed;
   }
 }
 
@@ -171,7 +171,7 @@ TEST(ChunkStreamsTest, ARecordedStreamHoldsASlotBack) {
     machine.scratch(kA);
     machine.streams.run_all();
     EXPECT_EQ(machine.wrong, 0) << "seed " << seed;
-    EXPECT_TRUE(machine.homes_hold_their_values()) << "seed " << seed;
+    EXPECT_TRUE(machine.host_storage_has_its_values()) << "seed " << seed;
   }
 }
 
@@ -194,7 +194,7 @@ TEST(ChunkStreamsTest, PromotedPayloadsAreBehindTheirUsers) {
     machine.streams.run_all();
     EXPECT_EQ(machine.wrong, 0) << "seed " << seed;
     EXPECT_EQ(gradient->data()[0], std::byte{8}) << "seed " << seed;
-    machine.manager->send_home();
+    machine.manager->move_to_host();
   }
 }
 
@@ -242,10 +242,10 @@ TEST(ChunkStreamsTest, AnyScheduleOfTheStreamsGivesTheSameValues) {
         static_cast<void>(machine.streams.step());
       }
     }
-    machine.manager->send_home();
+    machine.manager->move_to_host();
     machine.streams.run_all();
     ASSERT_EQ(machine.wrong, 0) << "seed " << seed;
-    ASSERT_TRUE(machine.homes_hold_their_values()) << "seed " << seed;
+    ASSERT_TRUE(machine.host_storage_has_its_values()) << "seed " << seed;
   }
 }
 

@@ -24,7 +24,7 @@
 #include "core/chunk_manager.h"
 #include "core/copy_engine.h"
 #include "core/error.h"
-#include "core/fake_homes.h"
+#include "core/fake_param_store.h"
 #include "core/memory_tier.h"
 
 // Simulated hardware for the tests of the core: tiers on the heap, copies that happen when the test
@@ -276,7 +276,7 @@ class FakeBinder final : public ParamBinder {
         snapshots_(layout.params().size(), 0) {}
 
   /// Homes that are not in memory are bound to nullptr.
-  void store_homes(std::vector<bool> stored) { stored_ = std::move(stored); }
+  void param_store(std::vector<bool> stored) { stored_ = std::move(stored); }
   void bind(ChunkId chunk, std::byte* address) noexcept override {
     EXPECT_TRUE(address != nullptr || (!stored_.empty() && stored_[index(chunk)]));
     addresses_[index(chunk)] = address;
@@ -296,14 +296,14 @@ class FakeBinder final : public ParamBinder {
     return false;
   }
 
-  void before_write_back(ChunkId chunk, const std::byte* home, const std::byte* slot) override {
-    write_backs_.push_back({chunk, home[0], slot[0]});
+  void before_write_back(ChunkId chunk, const std::byte* host, const std::byte* slot) override {
+    write_backs_.push_back({chunk, host[0], slot[0]});
   }
 
   /// The first byte of home and slot at each before_write_back.
   struct WriteBack {
     ChunkId chunk;
-    std::byte home;
+    std::byte host;
     std::byte slot;
   };
   [[nodiscard]] const std::vector<WriteBack>& write_backs() const { return write_backs_; }
@@ -390,9 +390,9 @@ struct Rig {
   std::shared_ptr<MemoryTier> host;
   FailingCopyEngine engine;
   FakeBinder binder;
-  FakeHomes store;
+  FakeParamStore store;
   std::unique_ptr<ChunkManager> manager;
-  std::vector<std::shared_ptr<Payload>> homes;
+  std::vector<std::shared_ptr<Payload>> host_payloads;
 
   Rig(ChunkLayout model, std::size_t device_bytes, std::vector<Placement> placements = {},
       std::vector<bool> stored = {})
@@ -409,13 +409,13 @@ struct Rig {
         binder(layout),
         store(layout, sized(stored, layout.chunks().size())) {
     placements.resize(layout.chunks().size(), Placement::kStream);
-    binder.store_homes(sized(stored, layout.chunks().size()));
+    binder.param_store(sized(stored, layout.chunks().size()));
     manager = std::make_unique<ChunkManager>(layout, placements, device, host, engine, binder,
                                              stored.empty() ? nullptr : &store);
     for (std::size_t i = 0; i < layout.chunks().size(); ++i) {
       const ChunkId chunk{static_cast<std::uint32_t>(i)};
-      homes.push_back(manager->payload(chunk, PayloadKind::kParam));
-      binder.bind(chunk, homes[i]->data());
+      host_payloads.push_back(manager->payload(chunk, PayloadKind::kParam));
+      binder.bind(chunk, host_payloads[i]->data());
     }
     for (std::size_t i = 0; i < layout.params().size(); ++i) {
       write(ParamId{static_cast<std::uint32_t>(i)}, initial(i));
@@ -426,24 +426,26 @@ struct Rig {
 
   /// As the binder's, with a home that has to be brought into memory first, as user code sees it.
   void write(ParamId param, std::uint8_t value) {
-    visit(param, HomeAccess::kWrite, [&] { binder.write(param, value); });
+    visit(param, ParamAccess::kWrite, [&] { binder.write(param, value); });
   }
   [[nodiscard]] bool reads(ParamId param, std::uint8_t value) {
     bool equal = false;
-    visit(param, HomeAccess::kRead, [&] { equal = binder.reads(param, value); });
+    visit(param, ParamAccess::kRead, [&] { equal = binder.reads(param, value); });
     return equal;
   }
 
   /// nullptr where it is not in memory.
-  [[nodiscard]] const std::byte* home(ChunkId chunk) const { return homes[index(chunk)]->data(); }
-  [[nodiscard]] bool bound_home(ChunkId chunk) const {
-    return binder.address(chunk) == home(chunk);
+  [[nodiscard]] const std::byte* host_storage(ChunkId chunk) const {
+    return host_payloads[index(chunk)]->data();
+  }
+  [[nodiscard]] bool bound_to_host(ChunkId chunk) const {
+    return binder.address(chunk) == host_storage(chunk);
   }
   /// Whether the home copy of the parameter is all `value`.
-  [[nodiscard]] bool home_holds(ParamId param, std::uint8_t value) const {
+  [[nodiscard]] bool host_storage_holds(ParamId param, std::uint8_t value) const {
     const ParamPlace place = layout.place(param);
     const std::byte* const chunk =
-        store.stored(place.chunk) ? store.disk(place.chunk) : home(place.chunk);
+        store.stored(place.chunk) ? store.disk(place.chunk) : host_storage(place.chunk);
     const std::byte* data = chunk + place.offset * size_of(layout.param(param).type);
     for (std::size_t i = 0; i < binder.bytes(param); ++i) {
       if (data[i] != std::byte{value}) {
@@ -464,15 +466,15 @@ struct Rig {
       if (manager->placement(chunk) == Placement::kDevice) {
         fixed += manager->on_device_bytes(chunk);
         EXPECT_TRUE(manager->resident(chunk));
-        EXPECT_TRUE(bound_home(chunk));
+        EXPECT_TRUE(bound_to_host(chunk));
         continue;
       }
       slots += manager->resident(chunk) ? spec.capacity_bytes : 0;
       pinned += manager->pins(chunk) > 0 ? spec.capacity_bytes : 0;
       EXPECT_TRUE(manager->resident(chunk) || manager->pins(chunk) == 0);
-      EXPECT_TRUE(manager->resident(chunk) || bound_home(chunk)) << "chunk " << i;
-      EXPECT_TRUE(manager->pins(chunk) == 0 || !bound_home(chunk)) << "chunk " << i;
-      if (!bound_home(chunk)) {
+      EXPECT_TRUE(manager->resident(chunk) || bound_to_host(chunk)) << "chunk " << i;
+      EXPECT_TRUE(manager->pins(chunk) == 0 || !bound_to_host(chunk)) << "chunk " << i;
+      if (!bound_to_host(chunk)) {
         EXPECT_EQ(device_blocks->bytes_at(binder.address(chunk)), spec.capacity_bytes)
             << "chunk " << i << " is bound to memory that is neither its home nor a slot";
       }
@@ -489,15 +491,15 @@ struct Rig {
     stored.resize(chunks, false);
     return stored;
   }
-  void visit(ParamId param, HomeAccess access, const std::function<void()>& use) {
+  void visit(ParamId param, ParamAccess access, const std::function<void()>& use) {
     const ChunkId chunk = layout.place(param).chunk;
     if (binder.address(chunk) != nullptr) {
       use();
       return;
     }
-    const auto hold = store.hold(chunk);
-    hold->wait(access);
-    binder.bind(chunk, hold->data());
+    const auto lease = store.lease(chunk);
+    lease->wait(access);
+    binder.bind(chunk, lease->data());
     use();
     binder.bind(chunk, nullptr);
   }

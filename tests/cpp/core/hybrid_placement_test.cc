@@ -197,7 +197,7 @@ TEST(HybridPlacementTest, ChunksWithoutGradientsComeAfterThoseWithInOrderOfUse) 
   EXPECT_EQ(ids(Model(net, step).choose(Model::options(64 * kAll))), (Ids{1, 3, 0, 2}));
 }
 
-TEST(HybridPlacementTest, ChunksThatNoModuleUsesStayAtHome) {
+TEST(HybridPlacementTest, ChunksThatNoModuleUsesStayOnTheHost) {
   EXPECT_EQ(ids(Model(Net::row(4), row_step(2)).choose(Model::options(64 * kAll))), (Ids{0, 1}));
 }
 

@@ -298,7 +298,7 @@ TEST(InferencePlanTest, WhatInferenceTakesWithinAStepIsInItsTrace) {
   EXPECT_EQ(machine.runtime->trace()->events()[3].nonmodel_bytes, 300U);
 }
 
-TEST(InferencePlanTest, HomesThatAreNotInMemoryAreAnnounced) {
+TEST(InferencePlanTest, ParamsThatAreNotInMemoryAreAnnounced) {
   Machine machine(model_of(8).layout(), 3 * kChunk, {}, {}, std::vector<bool>(8, true));
   machine.infer(pass_through(up_to(8)));
   EXPECT_EQ(machine.rig.store.num_announced(), 0U);

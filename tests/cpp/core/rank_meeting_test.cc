@@ -109,7 +109,7 @@ TEST_P(RankMeetingTest, OneRankThatIsAStepAheadIsNamed) {
   expect_everywhere(ranks, "pass 1 of step 1, while rank 1 ends backward pass 1 of step 2");
 }
 
-TEST_P(RankMeetingTest, WeightsThatDriftApartAreNamedOnEveryRankWhereTheyMeetNext) {
+TEST_P(RankMeetingTest, WeightsThatDivergeAreNamedOnEveryRankWhereTheyMeetNext) {
   ThreadRanks ranks(GetParam());
   const ChunkLayout layout = layout_of(4);
   ranks.run([&](Collectives& own) {

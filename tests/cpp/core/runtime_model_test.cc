@@ -120,7 +120,7 @@ class Walk {
   }
   ~Walk() {
     machine_.rig.engine.never_fail();
-    machine_.runtime->send_home();
+    machine_.runtime->move_to_host();
   }
   Walk(const Walk&) = delete;
   Walk& operator=(const Walk&) = delete;

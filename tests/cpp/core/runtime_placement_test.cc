@@ -75,7 +75,7 @@ TEST(RuntimePlacementTest, OperatorsOfOtherThreadsAreWaitedFor) {
   ASSERT_TRUE(machine.runtime->placement_due());
   machine.run({enter(0), exit(0)}, PassMode::kInference);
   std::vector<Pin> pins;
-  pins.push_back(machine.runtime->hold(chunk_id(0)).value());
+  pins.push_back(machine.runtime->pin_for_operator(chunk_id(0)).value());
   std::promise<void> begins;
   std::exception_ptr failure;
   std::jthread placing([&] {

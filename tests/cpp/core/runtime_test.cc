@@ -100,7 +100,7 @@ TEST(RuntimeTest, EnteredModuleIsPinnedBoundAndInUse) {
   EXPECT_EQ(machine.pins(1), 1u);
   EXPECT_EQ(machine.state(1), TensorState::kCompute);
   EXPECT_TRUE(machine.rig.binder.reads(param_id(1), Rig::initial(1)));
-  EXPECT_FALSE(machine.rig.bound_home(chunk_id(1)));
+  EXPECT_FALSE(machine.rig.bound_to_host(chunk_id(1)));
   EXPECT_FALSE(machine.runtime->idle());
   machine.act(exit(1));
   EXPECT_EQ(machine.pins(1), 0u);
@@ -289,7 +289,7 @@ TEST(RuntimeTest, PressureEvictsThenThrowsWithTheFiguresAndTheRuntimeGoesOn) {
             "(activations='recompute+tile:4')");
   EXPECT_EQ(machine.nonmodel->bytes(), 400u) << "a refusal takes nothing";
   machine.run({allocate(112), release(512), exit(1)});
-  machine.runtime->send_home();
+  machine.runtime->move_to_host();
   EXPECT_EQ(machine.rig.device->ledger().used(), 0u);
   machine.runtime->finish_step();
   machine.train(row_step(3, 100));
@@ -305,11 +305,11 @@ TEST(RuntimeTest, SmallestBudgetOfTheMessageSuffices) {
   EXPECT_NO_THROW(enough.run(step));
 }
 
-TEST(RuntimeTest, PressureInBackwardRunsOnFromTheHomeCopies) {
+TEST(RuntimeTest, PressureInBackwardRunsOnFromHostStorage) {
   Machine machine(Net::row(2).layout(), 2 * kChunk);
   machine.run({enter(0), exit(0), enter(1), exit(1), backward(1), allocate(2 * kChunk)});
   EXPECT_EQ(machine.rig.manager->slot_bytes(), 0u);
-  EXPECT_TRUE(machine.rig.bound_home(chunk_id(1)));
+  EXPECT_TRUE(machine.rig.bound_to_host(chunk_id(1)));
   EXPECT_TRUE(machine.rig.binder.reads(param_id(1), Rig::initial(1)));
   const std::string message = message_of([&] { machine.act(allocate(1)); });
   EXPECT_NE(message.find("outside any module: chunks in use take 0 bytes"), std::string::npos);
@@ -433,14 +433,14 @@ TEST(RuntimeTest, EnteringTheModelReleasesWhatAnInterruptedPassLeft) {
   EXPECT_EQ(machine.pins(0), 1u);
 }
 
-TEST(RuntimeTest, SendHomeEndsWhateverWasUnderWay) {
+TEST(RuntimeTest, MoveToHostEndsWhateverWasUnderWay) {
   Machine machine(Net::row(3).layout(), 3 * kChunk);
   machine.run({enter(0), enter(1), exit(1), exit(0), backward(1), enter(2)});
   machine.rig.binder.write(param_id(2), 123);
-  machine.runtime->send_home();
-  machine.runtime->send_home();
+  machine.runtime->move_to_host();
+  machine.runtime->move_to_host();
   EXPECT_EQ(machine.rig.device->ledger().used(), 0u);
-  EXPECT_TRUE(machine.rig.home_holds(param_id(2), 123));
+  EXPECT_TRUE(machine.rig.host_storage_holds(param_id(2), 123));
   EXPECT_TRUE(machine.runtime->idle());
   machine.rig.expect_consistent();
 }
@@ -604,7 +604,7 @@ TEST(RuntimeTest, UserWritesSurviveTrainingSteps) {
     }
     machine.runtime->finish_step();
     for (std::size_t param = 0; param < 3; ++param) {
-      ASSERT_TRUE(machine.rig.home_holds(param_id(param), values[param]));
+      ASSERT_TRUE(machine.rig.host_storage_holds(param_id(param), values[param]));
     }
   }
 }
@@ -660,7 +660,7 @@ TEST(RuntimeConcurrencyTest, ReclaimRacesWithEnterAndNobodyIsRefused) {
   EXPECT_EQ(refused, 0u);
   EXPECT_EQ(over_budget, 0u);
   EXPECT_EQ(machine.nonmodel->bytes(), 0u);
-  machine.runtime->send_home();
+  machine.runtime->move_to_host();
   EXPECT_EQ(machine.rig.device->ledger().used(), 0u);
   machine.rig.expect_consistent();
 }

@@ -32,7 +32,7 @@ TEST(ShardMapTest, OfAProcessThatIsAloneEverythingIsItsOwn) {
   }
 }
 
-TEST(ShardMapTest, EveryElementIsOneRanksAndPartsAreEqual) {
+TEST(ShardMapTest, EveryElementIsOneRanksAndShardsAreEqual) {
   std::mt19937 random(2);
   for (std::size_t ranks = 2; ranks <= 5; ++ranks) {
     const ChunkLayout layout = random_layout(ranks, random);

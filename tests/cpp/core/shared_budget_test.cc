@@ -169,14 +169,14 @@ TEST(SharedBudgetTest, AnAllocationOfOneEvictsTheOther) {
   pair.other->run({release(2 * kChunk)});
 }
 
-TEST(SharedBudgetTest, WhatUserCodeWroteToAnEvictedChunkGoesHome) {
+TEST(SharedBudgetTest, WhatUserCodeWroteToAnEvictedChunkGoesToTheHost) {
   Pair pair(2, 1, 2);
   pair.one->run({enter(0)});
   pair.one->rig.write(param_id(0), 9);
   pair.one->run({exit(0)});
   pair.other->run({enter(0), exit(0), enter(1), exit(1)}, PassMode::kInference);
   EXPECT_FALSE(pair.one->rig.manager->resident(chunk_id(0)));
-  EXPECT_TRUE(pair.one->rig.home_holds(param_id(0), 9));
+  EXPECT_TRUE(pair.one->rig.host_storage_holds(param_id(0), 9));
 }
 
 TEST(SharedBudgetTest, ChunksInUseStay) {
@@ -265,7 +265,7 @@ TEST(SharedBudgetTest, OneAccountOfForeignMemoryCountsOnceAndServesWhoIsLeft) {
   EXPECT_EQ(rig_of_one.manager->slot_bytes(), 0u);
   EXPECT_EQ(one->bytes_of_others(), 0u) << "its own account has them";
   other.reset();
-  rig_of_other.manager->send_home();
+  rig_of_other.manager->move_to_host();
   one->enter(module_id(0), PassMode::kTraining);
   one->exit(module_id(0));
   account->make_room(kChunk);

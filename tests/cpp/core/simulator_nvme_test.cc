@@ -21,8 +21,8 @@ Hardware with_nvme() {
 }
 
 /// Parameters and gradients of every chunk, no states.
-StoredPayloads all_weights(std::size_t count, std::size_t max_held = 1) {
-  return {.weights = std::vector<bool>(count, true), .max_held = max_held};
+StoredPayloads all_weights(std::size_t count, std::size_t max_leases = 1) {
+  return {.weights = std::vector<bool>(count, true), .max_leases = max_leases};
 }
 
 SimulatedStep simulate_stored(const Row& row, const OptimizerCost& optimizer,
@@ -48,7 +48,7 @@ TEST(SimulatorNvmeTest, StateIsStreamedByItsUpdate) {
 
 TEST(SimulatorNvmeTest, WeightsAndStatesCountWhereTheyLie) {
   const StoredPayloads stored{
-      .states = {true, true, false}, .weights = {true, false, false}, .max_held = 1};
+      .states = {true, true, false}, .weights = {true, false, false}, .max_leases = 1};
   const SimulatedStep step = simulate_stored({.count = 3}, fp32_adam(), 1, stored);
   EXPECT_EQ(step.nvme_bytes, Net::kWhole * 16 + Net::kWhole * 8);
   EXPECT_EQ(step.host_bytes, 3 * Net::kWhole * 16 - step.nvme_bytes);
@@ -126,7 +126,7 @@ TEST(SimulatorNvmeTest, WhatCannotBeStoredIsRefused) {
 }
 
 StoredPayloads random_stored(const RandomCase& sample, std::mt19937& random) {
-  StoredPayloads stored{.max_held = 1 + random() % 4};
+  StoredPayloads stored{.max_leases = 1 + random() % 4};
   for (std::size_t i = 0; i < sample.layout.chunks().size(); ++i) {
     stored.states.push_back(random() % 2 == 0);
     stored.weights.push_back(random() % 2 == 0);

@@ -131,15 +131,15 @@ TEST(TimelineTest, TimesAndStallsAreThoseOfTheClock) {
   EXPECT_EQ(fetch.submit_ns, 1u);
   EXPECT_EQ(fetch.wait_ns, 1u);
   EXPECT_EQ(fetch.bytes, kChunk);
-  const Transfer& home = step.transfers[1];
-  EXPECT_EQ(home.kind, TransferKind::kEviction);
-  EXPECT_EQ(home.cause, TransferCause::kStepEnd);
-  EXPECT_EQ(home.bytes, 0u) << "nothing was written: nothing is copied";
-  EXPECT_GT(home.start_ns, step.update_begin_ns);
-  EXPECT_LT(home.start_ns, step.end_ns);
+  const Transfer& eviction = step.transfers[1];
+  EXPECT_EQ(eviction.kind, TransferKind::kEviction);
+  EXPECT_EQ(eviction.cause, TransferCause::kStepEnd);
+  EXPECT_EQ(eviction.bytes, 0u) << "nothing was written: nothing is copied";
+  EXPECT_GT(eviction.start_ns, step.update_begin_ns);
+  EXPECT_LT(eviction.start_ns, step.end_ns);
 }
 
-TEST(TimelineTest, WritesOnTheDeviceAreCopiedHome) {
+TEST(TimelineTest, WritesOnTheDeviceAreCopiedToTheHost) {
   Bench bench(Net::row(1).layout(), 2 * kChunk);
   bench.run({enter(0)});
   bench.rig.binder.write(param_id(0), 9);

@@ -423,9 +423,9 @@ TEST_F(StreamCopyEngineSourceTest, DestructionCompletesIt) {
 TEST_F(StreamCopyEngineTest, AnyScheduleOfTheStreamsGivesTheSameValues) {
   for (unsigned seed = 0; seed < 300; ++seed) {
     std::mt19937 random(seed);
-    std::array<int, 4> home{};  // what each home holds once all is done
+    std::array<int, 4> host{};  // what each home holds once all is done
     for (std::size_t i = 0; i < 4; ++i)
-      hosts_[i].fill(home[i] = static_cast<int>(i));
+      hosts_[i].fill(host[i] = static_cast<int>(i));
     int wrong = 0;
     int next_value = 10;
     for (int use = 0; use < 30; ++use) {
@@ -440,10 +440,10 @@ TEST_F(StreamCopyEngineTest, AnyScheduleOfTheStreamsGivesTheSameValues) {
       } else {
         order(copy_in(slot, hosts_[h]));
       }
-      fake_.enqueue(compute_, [&wrong, &slot, want = home[h]] { wrong += !slot.holds(want); });
+      fake_.enqueue(compute_, [&wrong, &slot, want = host[h]] { wrong += !slot.holds(want); });
       if (random() % 3 == 0) {
-        home[h] = next_value++;
-        fake_.enqueue(compute_, [&slot, value = home[h]] { slot.fill(value); });
+        host[h] = next_value++;
+        fake_.enqueue(compute_, [&slot, value = host[h]] { slot.fill(value); });
         (void)copy_out(hosts_[h], slot);  // not waited for: later copies in are ordered behind it
       }
       if (random() % 2 == 0)
@@ -455,7 +455,7 @@ TEST_F(StreamCopyEngineTest, AnyScheduleOfTheStreamsGivesTheSameValues) {
     fake_.run_all();
     ASSERT_EQ(wrong, 0) << "seed " << seed;
     for (std::size_t i = 0; i < 4; ++i)
-      ASSERT_TRUE(hosts_[i].holds(home[i])) << "seed " << seed;
+      ASSERT_TRUE(hosts_[i].holds(host[i])) << "seed " << seed;
   }
 }
 

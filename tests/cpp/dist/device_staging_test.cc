@@ -51,7 +51,7 @@ class InvertingCopies final : public CopyEngine {
 };
 
 /// Where a payload of floats is, and lives.
-enum class Place { kHome, kPromoted, kDevice };
+enum class Place { kHost, kResident, kDevice };
 
 /// A rank's tiers, a payload on one of them, and the way between.
 class Rank {
@@ -59,7 +59,7 @@ class Rank {
   Rank(Place place, std::size_t bytes)
       : place_(place),
         payload_(std::make_unique<Payload>(place == Place::kDevice ? device_ : host_, bytes, "")) {
-    if (place == Place::kPromoted) {
+    if (place == Place::kResident) {
       payload_->move_to(device_, device_->allocate(bytes, ""));
     }
   }
@@ -86,7 +86,7 @@ class Rank {
 
  private:
   void invert() {
-    if (place_ != Place::kHome) {
+    if (place_ != Place::kHost) {
       const std::span bytes(payload_->data(), payload_->bytes());
       std::ranges::transform(bytes, bytes.begin(), [](std::byte byte) { return ~byte; });
     }
@@ -100,7 +100,7 @@ class Rank {
   std::unique_ptr<Payload> payload_;
 };
 
-constexpr std::array kPlaces = {Place::kPromoted, Place::kHome, Place::kDevice};
+constexpr std::array kPlaces = {Place::kResident, Place::kHost, Place::kDevice};
 constexpr std::size_t kNumel = 3 * 16 * 700;
 
 std::vector<float> of_rank(std::size_t rank) {
@@ -126,12 +126,12 @@ TEST(DeviceStagingTest, GradientsAreTheMeanWhereverEachRankHasThem) {
       const auto element = static_cast<float>(i % 977);
       ASSERT_EQ(found[i], (element + (1000 + element) + (2000 + element)) / 3.0F) << i;
     }
-    EXPECT_EQ(own.copies.num_copies(), kPlaces.at(group.rank()) == Place::kHome ? 0 : 2);
+    EXPECT_EQ(own.copies.num_copies(), kPlaces.at(group.rank()) == Place::kHost ? 0 : 2);
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(kPlaces.size()));
 }
 
-TEST(DeviceStagingTest, WeightsAreEachRanksPartWhereverItHasThem) {
+TEST(DeviceStagingTest, WeightsAreEachRanksShardWhereverItHasThem) {
   ThreadRanks threads(kPlaces.size());
   threads.run([](Collectives& group) {
     Rank own(kPlaces.at(group.rank()), kNumel * sizeof(float));

@@ -60,13 +60,14 @@ TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
   threads.run([&](Collectives& group) {
     const std::size_t bytes = size * 64 * 1100;
     const std::shared_ptr<Collectives> ranks = on_nodes(group, nodes, messages);
-    std::unique_ptr<SharedHomes> homes;
+    std::unique_ptr<SharedHostStorage> shared_storage;
     std::unique_ptr<Arena> arena = std::make_unique<MmapArena>();
     if (GetParam().shared) {
-      HomesOfRanks made = share_homes(group, size / nodes, SharedHomes::size_of(bytes));
-      ASSERT_NE(made.homes, nullptr) << made.refusal;
-      homes = std::move(made.homes);
-      arena = homes->make_arena();
+      NodeHostStorage made =
+          share_host_storage(group, size / nodes, SharedHostStorage::size_of(bytes));
+      ASSERT_NE(made.storage, nullptr) << made.refusal;
+      shared_storage = std::move(made.storage);
+      arena = shared_storage->make_arena();
     }
     const auto host = std::make_shared<MemoryTier>(TierKind::kHost, kGiB, std::move(arena));
     const auto device =
@@ -74,7 +75,7 @@ TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
     Payload gradients(host, bytes, "");
     ThreadExecutor executor(2);
     RankFigures figures;
-    RankReduction reduction(*ranks, homes.get(), executor,
+    RankReduction reduction(*ranks, shared_storage.get(), executor,
                             device->allocate(size * 64 * 300 + 64, ""), figures);
     std::vector<float> before(bytes / sizeof(float), 0.0F);
     for (unsigned pass = 0; pass < 8; ++pass) {
@@ -125,17 +126,18 @@ TEST(RankReductionOnNodesTest, ARankThatEndsIsMissedByAll) {
   std::barrier<> all_have(kRanks);
   threads.run([&](Collectives& group) {
     const std::shared_ptr<Collectives> ranks = on_nodes(group, 3, messages);
-    HomesOfRanks made = share_homes(group, 2, SharedHomes::size_of(kBytes));
-    ASSERT_NE(made.homes, nullptr) << made.refusal;
-    const auto host = std::make_shared<MemoryTier>(TierKind::kHost, kGiB, made.homes->make_arena());
+    NodeHostStorage made = share_host_storage(group, 2, SharedHostStorage::size_of(kBytes));
+    ASSERT_NE(made.storage, nullptr) << made.refusal;
+    const auto host =
+        std::make_shared<MemoryTier>(TierKind::kHost, kGiB, made.storage->make_arena());
     const auto memory =
         std::make_shared<MemoryTier>(TierKind::kHost, kGiB, std::make_unique<MmapArena>());
     Payload gradients(host, kBytes, "");
     ThreadExecutor executor(1);
     RankFigures figures;
     RankReduction reduction(
-        *ranks, made.homes.get(), executor,
-        memory->allocate(RankReduction::window_bytes(kBytes, *ranks, made.homes.get()), ""),
+        *ranks, made.storage.get(), executor,
+        memory->allocate(RankReduction::window_bytes(kBytes, *ranks, made.storage.get()), ""),
         figures);
     reduction.reduce(gradients, ScalarType::kFloat32);
     all_have.arrive_and_wait();
@@ -159,11 +161,11 @@ TEST(RankReductionOnNodesTest, ARankThatEndsIsMissedByAll) {
   }
 }
 
-class RankPartReductionTest : public ::testing::TestWithParam<std::size_t> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, RankPartReductionTest, ::testing::Values(2, 3, 4));
+class RankShardReductionTest : public ::testing::TestWithParam<std::size_t> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, RankShardReductionTest, ::testing::Values(2, 3, 4));
 
 // At once, and in several windows.
-TEST_P(RankPartReductionTest, ARankHasTheMeanOfItsPart) {
+TEST_P(RankShardReductionTest, ARankHasTheMeanOfItsShard) {
   const std::size_t size = GetParam();
   ThreadRanks threads(size, 4);
   threads.run([&](Collectives& group) {
@@ -182,18 +184,18 @@ TEST_P(RankPartReductionTest, ARankHasTheMeanOfItsPart) {
       for (std::size_t i = 0; i < numel; ++i) {
         own[i] = value(group.rank(), i);
       }
-      std::vector<float> part(numel / size);
-      reduction.reduce_part(std::as_bytes(std::span(own)), std::as_writable_bytes(std::span(part)),
-                            ScalarType::kFloat32);
-      for (std::size_t i = 0; i < part.size(); ++i) {
-        const std::size_t of_all = group.rank() * part.size() + i;
+      std::vector<float> shard(numel / size);
+      reduction.reduce_scatter(std::as_bytes(std::span(own)),
+                               std::as_writable_bytes(std::span(shard)), ScalarType::kFloat32);
+      for (std::size_t i = 0; i < shard.size(); ++i) {
+        const std::size_t of_all = group.rank() * shard.size() + i;
         float sum = value(0, of_all);
         for (std::size_t rank = 1; rank < size; ++rank) {
           sum += value(rank, of_all);
         }
-        ASSERT_EQ(part[i], sum / static_cast<float>(size)) << i << " on rank " << group.rank();
+        ASSERT_EQ(shard[i], sum / static_cast<float>(size)) << i << " on rank " << group.rank();
       }
-      sent += (size - 1) * part.size() * sizeof(float);
+      sent += (size - 1) * shard.size() * sizeof(float);
     }
     EXPECT_EQ(figures.bytes_sent(), sent);
   });

@@ -28,12 +28,12 @@ constexpr std::size_t kUnit = 64;
 /// The weights of one rank: homes that all share, or its own, and a device that some may be on.
 class Weights {
  public:
-  Weights(std::span<const std::size_t> bytes, const SharedHomes* homes)
+  Weights(std::span<const std::size_t> bytes, const SharedHostStorage* shared_storage)
       : device_(
             std::make_shared<MemoryTier>(TierKind::kDevice, kGiB, std::make_unique<MmapArena>())) {
     std::unique_ptr<Arena> arena;
-    if (homes != nullptr) {
-      arena = homes->make_arena();
+    if (shared_storage != nullptr) {
+      arena = shared_storage->make_arena();
     } else {
       arena = std::make_unique<MmapArena>();
     }
@@ -58,8 +58,8 @@ class Weights {
   void move(std::size_t chunk) {
     Payload& payload = *payloads_[chunk];
     if (payload.away()) {
-      std::memcpy(payload.home(), payload.data(), payload.bytes());
-      payload.move_home().reset();
+      std::memcpy(payload.host_storage(), payload.data(), payload.bytes());
+      payload.move_to_host().reset();
       return;
     }
     Block block = device_->allocate(payload.bytes(), "");
@@ -112,18 +112,18 @@ TEST_P(RankWeightsTest, EveryRankSeesAllUpdatesAndItsOwnEdits) {
   const std::size_t nodes = GetParam().nodes;
   const std::vector<std::size_t> sizes = this->sizes();
   threads.run([&](Collectives& group) {
-    std::unique_ptr<SharedHomes> homes;
+    std::unique_ptr<SharedHostStorage> shared_storage;
     if (GetParam().shared) {
       std::size_t total = 0;
       for (const std::size_t bytes : sizes) {
-        total += SharedHomes::size_of(bytes);
+        total += SharedHostStorage::size_of(bytes);
       }
-      HomesOfRanks made = share_homes(group, group.size() / nodes, total);
-      ASSERT_NE(made.homes, nullptr) << made.refusal;
-      homes = std::move(made.homes);
+      NodeHostStorage made = share_host_storage(group, group.size() / nodes, total);
+      ASSERT_NE(made.storage, nullptr) << made.refusal;
+      shared_storage = std::move(made.storage);
     }
-    RankWeights weights(on_nodes(group, nodes, messages), homes.get());
-    Weights own(sizes, homes.get());
+    RankWeights weights(on_nodes(group, nodes, messages), shared_storage.get());
+    Weights own(sizes, shared_storage.get());
     std::vector<std::vector<std::byte>> expected;
     for (const std::size_t bytes : sizes) {
       expected.emplace_back(bytes);
@@ -159,12 +159,12 @@ TEST_P(RankWeightsTest, EveryRankSeesAllUpdatesAndItsOwnEdits) {
         continue;
       }
       for (std::size_t chunk = 0; chunk < sizes.size(); ++chunk) {
-        const std::size_t part = sizes[chunk] / group.size();
+        const std::size_t shard = sizes[chunk] / group.size();
         std::byte* const at = weights.begin_update(own[chunk]);
         for (std::size_t i = 0; i < sizes[chunk]; i += 1 + common() % 5000) {
           const auto value = static_cast<std::byte>(common());
           expected[chunk][i] = value;
-          if (i / part == group.rank()) {
+          if (i / shard == group.rank()) {
             at[i] = value;
           }
         }
@@ -187,24 +187,25 @@ TEST_P(RankWeightsTest, EveryRankSeesAllUpdatesAndItsOwnEdits) {
 }
 
 // Of bytes that ranks wrote differently, all see those of the rank whose part they are in.
-TEST_P(RankWeightsTest, ARanksPartCountsWhereEditsDiffer) {
+TEST_P(RankWeightsTest, ARanksShardCountsWhereEditsDiffer) {
   ThreadRanks threads(GetParam().ranks, 6);
   ThreadMessages messages(GetParam().ranks);
   threads.run([&](Collectives& group) {
     const std::vector<std::size_t> sizes = {group.size() * 100 * kUnit};
-    HomesOfRanks made;
+    NodeHostStorage made;
     if (GetParam().shared) {
-      made = share_homes(group, group.size() / GetParam().nodes, SharedHomes::size_of(sizes[0]));
+      made = share_host_storage(group, group.size() / GetParam().nodes,
+                                SharedHostStorage::size_of(sizes[0]));
     }
-    RankWeights weights(on_nodes(group, GetParam().nodes, messages), made.homes.get());
-    Weights own(sizes, made.homes.get());
+    RankWeights weights(on_nodes(group, GetParam().nodes, messages), made.storage.get());
+    Weights own(sizes, made.storage.get());
     std::ranges::fill(own.bytes(0), static_cast<std::byte>(group.rank() + 1));
     meet(group);
     static_cast<void>(weights.begin_update(own[0]));
     weights.gather(own.all());
-    const std::size_t part = sizes[0] / group.size();
+    const std::size_t shard = sizes[0] / group.size();
     for (std::size_t i = 0; i < sizes[0]; ++i) {
-      ASSERT_EQ(own.bytes(0)[i], static_cast<std::byte>(i / part + 1));
+      ASSERT_EQ(own.bytes(0)[i], static_cast<std::byte>(i / shard + 1));
     }
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(GetParam().ranks));

@@ -44,11 +44,12 @@ TEST(SharedFileTest, RanksThatWantOtherSizesHaveNoneAndTheSameReason) {
   EXPECT_EQ(threads.failures(), std::vector<std::string>(3));
 }
 
-TEST(SharedFileTest, RanksThatCannotMapHomesHaveNoneAndTheSameReason) {
+TEST(SharedFileTest, RanksThatCannotMapHostStorageHaveNoneAndTheSameReason) {
   ThreadRanks threads(2);
   threads.run([](Collectives& group) {
-    const HomesOfRanks made = share_homes(group, 2, std::size_t{1} << 56);  // more than addresses
-    EXPECT_EQ(made.homes, nullptr);
+    const NodeHostStorage made =
+        share_host_storage(group, 2, std::size_t{1} << 56);  // more than addresses
+    EXPECT_EQ(made.storage, nullptr);
     EXPECT_EQ(made.refusal, "mapping the ranks' homes failed: Cannot allocate memory");
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(2));

@@ -58,7 +58,7 @@ std::unique_ptr<Arena> make_slot_over_jemalloc(std::unique_ptr<PageSource> pages
 }
 #endif
 
-constexpr ArenaKind kKindsOfHomes[] = {
+constexpr ArenaKind kHostStorageKinds[] = {
     {"Mmap", make_mmap},
 #if defined(CASTOR_HAVE_JEMALLOC)
     {"Jemalloc", make_jemalloc},
@@ -427,8 +427,9 @@ std::string name_of(const ::testing::TestParamInfo<ArenaKind>& instance) {
   return instance.param.name;
 }
 
-INSTANTIATE_TEST_SUITE_P(Homes, ArenaTest, ::testing::ValuesIn(kKindsOfHomes), name_of);
-INSTANTIATE_TEST_SUITE_P(Homes, SharingArenaTest, ::testing::ValuesIn(kKindsOfHomes), name_of);
+INSTANTIATE_TEST_SUITE_P(HostStorage, ArenaTest, ::testing::ValuesIn(kHostStorageKinds), name_of);
+INSTANTIATE_TEST_SUITE_P(HostStorage, SharingArenaTest, ::testing::ValuesIn(kHostStorageKinds),
+                         name_of);
 INSTANTIATE_TEST_SUITE_P(Slots, ArenaTest, ::testing::ValuesIn(kKindsOfSlots), name_of);
 
 }  // namespace

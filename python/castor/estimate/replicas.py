@@ -1,0 +1,82 @@
+"""Memory and traffic of data-parallel replicas in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from castor.estimate.cluster import Cluster
+from castor.estimate.layouts import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentByRank:
+    """Bytes of gradients and weights that a rank sends in a step."""
+
+    within: float = 0.0
+    """Bytes to ranks of its node."""
+    across: float = 0.0
+    """Bytes to ranks of other nodes; all bytes, if a collective over nodes is not split by node."""
+
+
+def ranks_sharing_host_storage(layout: Layout, cluster: Cluster) -> int:
+    """Returns the number of ranks that share the host storage of parameters and gradients."""
+    return _ranks_of_a_node(layout, cluster) if cluster.on_host else 1
+
+
+def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
+    """Returns the number of a node's ranks that have the same parameters."""
+    apart = layout.of_layers * layout.stages
+    return max(1, min(layout.replicas, cluster.ranks_per_node // apart))
+
+
+def sent_between_replicas(
+    layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int
+) -> SentByRank:
+    """Returns the bytes that a rank sends to reduce gradients and to gather weights.
+
+    - Replicas that compute on one host share weights and gradients in memory: each rank reads the
+      others' gradients of its shard.
+    - Replicas on several hosts do so on each host. Between hosts go sums of gradients, their means
+      and shards of weights.
+    - GPUs, and nodes of one replica each, exchange shards of gradients after backward, and gather
+      gradients and weights.
+
+    Args:
+        layout: The layout of the ranks.
+        cluster: The cluster.
+        param_bytes: Bytes of a rank's parameters.
+        element_bytes: Bytes of a parameter's element.
+    """
+    copies, of_node = layout.replicas, _ranks_of_a_node(layout, cluster)
+    if copies == 1:
+        return SentByRank()
+    nodes = copies // of_node
+    within = (of_node - 1) / of_node * param_bytes
+    if cluster.on_host and nodes == 1:
+        return SentByRank(within=within)
+    if cluster.on_host and of_node > 1:
+        across = _crossing(param_bytes / of_node, element_bytes, nodes)
+        return SentByRank(within=within, across=across)
+    of_all = 3 * (copies - 1) / copies * param_bytes
+    return SentByRank(within=of_all) if nodes == 1 else SentByRank(across=of_all)
+
+
+def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int) -> float:
+    """Returns the seconds in which a rank sends the bytes of sent_between_replicas.
+
+    Traffic within a node and between nodes adds up: both need the processors that ranks share.
+    """
+    sent = sent_between_replicas(layout, cluster, param_bytes, element_bytes)
+    ways = ((cluster.replica_link or cluster.link, sent.within), (cluster.network, sent.across))
+    return sum(link.seconds_on_host(num_bytes) for link, num_bytes in ways if num_bytes)
+
+
+def _crossing(means: float, element_bytes: int, nodes: int) -> float:
+    """Returns the bytes that the busiest rank sends to other nodes (docs/design/0047-nodes.md).
+
+    With two nodes, the first sends sums and the last one means. With more, a node between others
+    sends both.
+    """
+    sums = means * 4 / element_bytes
+    weights = (nodes - 1) / nodes * means
+    return weights + (max(sums, means) if nodes == 2 else sums + means)

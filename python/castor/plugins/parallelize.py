@@ -1,0 +1,270 @@
+"""Divides a model among tensor-, context-, expert- and pipeline-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from castor.activations import DeferringForward, defer_logits, tiled_vocab_parallel_loss
+from castor.config import GeminiConfig
+from castor.config.names import PipelineStyle, StateFormat
+from castor.distributed import (
+    Accumulation,
+    ContextParallel,
+    ExpertParallel,
+    Generators,
+    Microbatches,
+    Mode,
+    PipelineParallel,
+    Plan,
+    RankLayout,
+    Schedule,
+    TensorParallel,
+    TensorRanks,
+    beneath_adapters,
+    check_blocks,
+    find_pipeline_plan,
+    find_plan,
+    with_expert_parallel,
+)
+from castor.errors import UsageError
+from castor.optim.rules import rules_of
+from castor.runtime.engine import WORKING_DTYPES, Engine
+from castor.runtime.ranks import Peers
+from castor.runtime.rules import CLASSES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelizedModel:
+    """A model that ParallelConfig.parallelize has divided; `start` makes it work on an engine."""
+
+    layers: TensorParallel | None = None
+    sequences: ContextParallel | None = None
+    stages: PipelineParallel | None = None
+    schedule: Schedule | None = None
+    everyone: Peers | None = None
+    """All ranks, where each has a part of the model; None: each has the full model."""
+
+    @property
+    def unsharded(self) -> bool:
+        """Whether every rank has the full model, and full sequences."""
+        return not (self.layers or self.sequences or self.stages)
+
+    @property
+    def sharing(self) -> list[TensorRanks]:
+        """Groups of ranks that exchange tensors within blocks."""
+        return [parallel.ranks for parallel in (self.layers, self.sequences) if parallel]
+
+    def start(self, engine: Engine) -> None:
+        """Connects the divided model to its engine. Collective; called after the engine is made."""
+        engine.model_shards = self.stages or self.layers
+        if engine.model_shards:
+            engine.everyone = self.everyone
+            engine.session.refuse_gradient_edits()
+        if isinstance(self.layers, ExpertParallel):
+            engine.expert_peers = self.layers.ranks
+        if self.layers:
+            self.layers.start(
+                Generators(engine.device), self.stages.modules.own_blocks if self.stages else None
+            )
+        if self.sequences:
+            engine.context_peers = self.sequences.ranks
+            self.sequences.start()
+        if self.stages:
+            self.stages.start(WORKING_DTYPES[engine.settings.precision], engine.device)
+        if self.schedule:
+            self.schedule.start()
+
+    def defer_logits(self, engine: Engine, head: nn.Linear, config: GeminiConfig) -> None:
+        """Leaves the logits of training forwards to the loss; see castor.activations."""
+        if self.layers and self.layers.loss:
+            forward = DeferringForward(engine, head, config)
+            self.layers.loss.leave_logits(forward.deferred, tiled_vocab_parallel_loss)
+        else:
+            defer_logits(engine, head, config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """The division of a model into pipeline stages."""
+
+    size: int
+    """Number of ranks; 1: the model is not divided, and batches alone are split."""
+    chunks: int
+    """Number of stages of each rank."""
+    style: PipelineStyle
+    microbatches: Microbatches
+    layers: Sequence[int] | None
+    """Number of blocks of each stage; None: chosen by their cost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Numbers of ranks among which a plugin divides the model."""
+
+    tensor_size: int = 1
+    """Number of tensor-parallel ranks."""
+    expert_size: int = 1
+    """Number of expert-parallel ranks; the tensor-parallel ranks where there are several."""
+    sequence_size: int = 1
+    """Number of context-parallel ranks."""
+    sequence_mode: Mode = "all_to_all"
+    plan: Plan | None = None
+    """Tensor-parallel plan; None: castor's or transformers' own."""
+    loss: bool = False
+    """Whether each rank computes the loss from its shard of the vocabulary."""
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks shard the tokens between layers (sequence parallelism)."""
+    stages: PipelineConfig | None = None
+    """Pipeline stages; None: neither the model nor batches are split."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that take the same data."""
+        return self.tensor_size * self.sequence_size * self.num_ranks_of_stages
+
+    @property
+    def experts_alone(self) -> int:
+        """Number of expert-parallel ranks with data of their own; 1 with tensor parallelism."""
+        return self.expert_size if self.tensor_size == 1 else 1
+
+    @property
+    def num_ranks_of_layers(self) -> int:
+        """Number of ranks that shard each layer, or its experts."""
+        return max(self.tensor_size, self.expert_size)
+
+    @property
+    def num_ranks_of_stages(self) -> int:
+        """Number of ranks that have the pipeline stages of a model."""
+        return self.stages.size if self.stages else 1
+
+    def layout(self) -> RankLayout:
+        """Makes the layout of all ranks. Collective.
+
+        Raises:
+            UsageError: The number of ranks does not fit the sizes.
+        """
+        sizes = {"tp_size": self.tensor_size, "ep_size": self.expert_size}
+        sizes |= {"sp_size": self.sequence_size, "pp_size": self.num_ranks_of_stages}
+        return RankLayout.find(
+            *(self.num_ranks_of_layers, self.sequence_size, self.num_ranks_of_stages),
+            asked=", ".join(f"{name}={of}" for name, of in sizes.items() if of > 1),
+        )
+
+    def parallelize(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        layout: RankLayout,
+        *,
+        state_format: StateFormat,
+    ) -> ParallelizedModel:
+        """Leaves this rank's shards and stages in the model.
+
+        Collective: every rank calls it, as the last thing before the engine is made.
+
+        Raises:
+            UsageError: A size does not fit, or an optimizer has states of full parameters; nothing
+                has changed.
+            NotImplementedError: There is no plan for the model, or its sequences cannot be sharded.
+                Or the optimizer would not update a shard as it does the full parameter, or a model
+                in stages has several optimizers. Nothing has changed.
+        """
+        sequences, layers, stages = None, None, None
+        schedule: Schedule | None = None
+        called = model
+        if self.ranks > 1 or self.expert_size > 1:
+            model = beneath_adapters(called)
+            if called is not model and self.sequence_parallel:
+                raise NotImplementedError(
+                    "adapters of PEFT are not trained with "
+                    "sequence_parallelism_mode='split_gather', and this is a "
+                    f"{type(called).__name__}: leave it out, or train the model without adapters"
+                )
+        if layout.sequence:
+            sequences = ContextParallel(
+                model, layout.sequence, tensor_size=self.tensor_size, mode=self.sequence_mode
+            )
+        if layout.tensor:
+            _check_updates(optimizers, self._asked_of_layers)
+            kind = ExpertParallel if self.experts_alone > 1 else TensorParallel
+            layers = kind(
+                model,
+                self._plan_of_layers(model),
+                layout.tensor,
+                vocab_parallel_loss=self.loss,
+                sequence_parallel=self.sequence_parallel,
+            )
+            if state_format == "split_int8":
+                check_blocks(model, layers.shard_specs, layout.tensor)
+        if layout.stages and layout.stage_group and self.stages:
+            if len(optimizers) > 1:
+                names = ", ".join(type(one).__name__ for one in optimizers)
+                raise NotImplementedError(
+                    f"pp_size={layout.stages.size} ranks write the states of one optimizer "
+                    f"together, and boost was given {len(optimizers)} ({names}): give one with "
+                    "param_groups"
+                )
+            check_states(optimizers, f"the whole model, which pp_size={layout.stages.size}")
+            stages = PipelineParallel(
+                model,
+                find_pipeline_plan(model),
+                layout.stages,
+                peers_of_stages=layout.peers_of_stages,
+                group=layout.stage_group,
+                chunks=self.stages.chunks,
+                folded=self.stages.style == "zbv",
+                layers=self.stages.layers,
+            )
+            stages.tensor, stages.sequences = layers, sequences
+            stages.apply(optimizers, called)
+            # Imported only here: torch's pipelining takes as long to import as all of castor.
+            from castor.distributed.pipeline_schedule import PipelineSchedule
+
+            schedule = PipelineSchedule(model, stages, self.stages.style, self.stages.microbatches)
+        elif self.stages:
+            schedule = Accumulation(
+                model, self.stages.microbatches, sequences, layers.loss if layers else None
+            )
+        if layers:
+            layers.apply()
+        return ParallelizedModel(
+            layers=layers,
+            sequences=sequences,
+            stages=stages,
+            schedule=schedule,
+            everyone=layout.everyone,
+        )
+
+    @property
+    def _asked_of_layers(self) -> str:
+        layers = self.tensor_size > 1
+        return f"tp_size={self.tensor_size}" if layers else f"ep_size={self.expert_size}"
+
+    def _plan_of_layers(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        plan = find_plan(model, self.tensor_size, self.plan) if self.tensor_size > 1 else {}
+        return with_expert_parallel(model, plan, self.expert_size) if self.expert_size > 1 else plan
+
+
+def _check_updates(optimizers: Sequence[Optimizer], asked: str) -> None:
+    for optimizer, rule in zip(optimizers, rules_of(optimizers, "cpu"), strict=True):
+        if rule is None:
+            raise NotImplementedError(
+                f"with {asked} a {type(optimizer).__name__} would step shards of "
+                f"matrices as if they were full ones; use one of {', '.join(CLASSES)}, which step "
+                "elements, and of several one kind"
+            )
+    check_states(optimizers, f"full parameters, which {asked}")
+
+
+def check_states(optimizers: Sequence[Optimizer], of_what: str) -> None:
+    """Raises UsageError if an optimizer has states already, of full parameters."""
+    for optimizer in optimizers:
+        if optimizer.state:
+            raise UsageError(
+                f"the {type(optimizer).__name__} has states of {of_what} ranks are about to "
+                "shard; boost it before its first step, and load a checkpoint afterwards"
+            )
