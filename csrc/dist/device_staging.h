@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <utility>
 
@@ -21,9 +22,10 @@ class DeviceStaging {
   DeviceStaging() = default;
   /// Makes staging for payloads on `device`. Copies are ordered behind all work that the stream of
   /// `device` has been given. `block` is as large as the largest payload whose storage is on the
-  /// device; it may be empty. `copies` and `device` outlive this.
-  DeviceStaging(CopyEngine& copies, const MemoryTier& device, Block block)
-      : copies_(&copies), device_(&device), block_(std::move(block)) {}
+  /// device; it may be empty. No copy of `copies` waits for an update: the updates of other chunks
+  /// may be behind the one that waits here. `device` outlives this.
+  DeviceStaging(std::shared_ptr<CopyEngine> copies, const MemoryTier& device, Block block)
+      : copies_(std::move(copies)), device_(&device), block_(std::move(block)) {}
 
   /// Returns the host memory that holds the payload's bytes, or will hold their new values.
   [[nodiscard]] std::span<std::byte> on_host(const Payload& payload) const noexcept;
@@ -42,7 +44,7 @@ class DeviceStaging {
     return {payload.data() + (part.data() - on_host(payload).data()), part.size()};
   }
 
-  CopyEngine* copies_ = nullptr;
+  std::shared_ptr<CopyEngine> copies_;
   const MemoryTier* device_ = nullptr;
   Block block_;
 };

@@ -94,6 +94,10 @@ class DeviceBackend {
 
   /// Makes the copy engine. Called once.
   [[nodiscard]] virtual std::unique_ptr<CopyEngine> make_copy_engine() = 0;
+  /// Makes a further copy engine, for a thread that updates wait for: its copies never wait behind
+  /// those of the first one, of which some wait for an update. Returns nullptr where the host
+  /// addresses the device's memory.
+  [[nodiscard]] virtual std::unique_ptr<CopyEngine> make_staging_engine() { return nullptr; }
   /// Makes the arena of slots and payloads, which the streams that use them order. The arena may
   /// outlive the backend.
   [[nodiscard]] virtual std::unique_ptr<Arena> make_device_arena() = 0;

@@ -124,6 +124,9 @@ class GradientSink {
   [[nodiscard]] bool untouched(ParamId param) const;
   /// Returns when the chunk's gradients have arrived; rethrows a copy's failure.
   void wait(ChunkId chunk);
+  /// Returns a fence behind what the device's kernels have been given to add to gradients in host
+  /// storage.
+  [[nodiscard]] std::unique_ptr<ComputeFence> fence() const { return device_.fence(); }
   /// Returns the ticket of the chunk's latest gradient that is on its way; kNone if there is none.
   [[nodiscard]] CopyTicket last_copy_of(ChunkId chunk) const {
     return copies_ ? copies_->last_of(chunk) : CopyTicket::kNone;

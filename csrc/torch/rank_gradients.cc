@@ -44,6 +44,7 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
                                "gradients pass through it from rank to rank; raise host_memory"),
                  figures_, std::move(places.staging)),
       handed_(layout.chunks().size(), false),
+      fences_(layout.chunks().size()),
       copies_(layout.chunks().size()) {
   ranks_->set_place("");  // beside a pass, at whose end ranks meet
   if (shared_storage_ == nullptr && gradient_shards_ == nullptr) {
@@ -56,11 +57,12 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
       order.push_back(chunk);
     }
   }
-  reductions_ = std::make_unique<BackwardReductions>(ranks_, layout_.chunks().size(),
-                                                     std::move(order), [this](ChunkId chunk) {
-                                                       gradients_.wait(chunk);
-                                                       reduce(chunk);
-                                                     });
+  reductions_ = std::make_unique<BackwardReductions>(
+      ranks_, layout_.chunks().size(), std::move(order), [this](ChunkId chunk) {
+        gradients_.wait(chunk);
+        std::exchange(fences_[index(chunk)], nullptr)->wait();
+        reduce(chunk);
+      });
 }
 
 bool RankGradients::in_shared_host_storage(ChunkId chunk) const {
@@ -166,7 +168,11 @@ void RankGradients::drop_copy(ChunkId chunk) {
 }
 
 void RankGradients::completed(ChunkId chunk, TensorGate& gate) {
-  if (synchronised_ && copied(chunk) && reductions_->complete(chunk)) {
+  if (!synchronised_ || !copied(chunk) || handed_[index(chunk)]) {
+    return;
+  }
+  fences_[index(chunk)] = gradients_.fence();
+  if (reductions_->complete(chunk)) {
     handed_[index(chunk)] = true;
     gradients_.hand_over(chunk);
     gate.close(gradients_.group(chunk));

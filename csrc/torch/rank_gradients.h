@@ -119,6 +119,9 @@ class RankGradients {
   bool begun_ = false;        // a pass has begun
   bool patient_ = true;       // in this pass: others are expected to come soon
   std::vector<bool> handed_;  // per chunk: in this pass, handed to reductions_
+  // Per chunk: behind the kernels that complete it. Written before reductions_ takes the chunk, and
+  // read by its thread.
+  std::vector<std::unique_ptr<ComputeFence>> fences_;
   Mutex mutex_;
   std::vector<Reservation> copies_ CASTOR_GUARDED_BY(mutex_);  // per chunk
   std::unique_ptr<BackwardReductions> reductions_;             // nullptr: all is full on every rank

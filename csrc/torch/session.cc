@@ -148,9 +148,9 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       gradient_shards_.get(), own_device_);
   if (options.ranks) {
     check_ranks();
-    ranks_ = std::make_unique<SessionRanks>(*options.ranks, *manager_, shards_, *gradients_,
-                                            gradient_shards_.get(), *state_store_,
-                                            rank_host_storage_, *copy_engine_, *executor_);
+    ranks_ = std::make_unique<SessionRanks>(
+        *options.ranks, *manager_, shards_, *gradients_, gradient_shards_.get(), *state_store_,
+        rank_host_storage_, options.backend->make_staging_engine(), *executor_);
     integrity_.when_broken([this] {
       ranks_->leave();
       if (sharded_host_storage_.shards() != nullptr) {

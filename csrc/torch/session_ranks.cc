@@ -1,11 +1,12 @@
 #include "torch/session_ranks.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace castor {
 
-DeviceStaging make_staging(ChunkManager& chunks, PayloadKind kind, CopyEngine& copies,
-                           const SessionDevice& device) {
+DeviceStaging make_staging(ChunkManager& chunks, PayloadKind kind,
+                           std::shared_ptr<CopyEngine> copies, const SessionDevice& device) {
   if (!device.computes_by_itself()) {
     return {};
   }
@@ -21,7 +22,7 @@ DeviceStaging make_staging(ChunkManager& chunks, PayloadKind kind, CopyEngine& c
     block = chunks.host().allocate(
         largest, "what lives on the device passes through it from rank to rank; raise host_memory");
   }
-  return {copies, chunks.device(), std::move(block)};
+  return {std::move(copies), chunks.device(), std::move(block)};
 }
 
 }  // namespace castor

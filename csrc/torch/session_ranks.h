@@ -24,8 +24,9 @@ namespace castor {
 
 /// Makes the staging for payloads of one kind, whether they live on the device for good when this
 /// is called or become resident later. Takes the memory that it needs from the host, and throws
-/// OutOfMemory. All arguments outlive it.
-[[nodiscard]] DeviceStaging make_staging(ChunkManager& chunks, PayloadKind kind, CopyEngine& copies,
+/// OutOfMemory. `chunks` and `device` outlive it.
+[[nodiscard]] DeviceStaging make_staging(ChunkManager& chunks, PayloadKind kind,
+                                         std::shared_ptr<CopyEngine> copies,
                                          const SessionDevice& device);
 
 /// Communication of a session with the other ranks that train its model. Owned by the session.
@@ -33,10 +34,11 @@ class SessionRanks {
  public:
   /// Meets the other ranks; throws as RankMeeting and RankGradients. All arguments but the groups
   /// outlive this. `host_storage`: see RankWeights. `gradient_shards`: the sharded gradients;
-  /// nullptr where there are none. `copies`: between the device and the host.
+  /// nullptr where there are none. `copies`: DeviceBackend::make_staging_engine().
   SessionRanks(const RankGroups& groups, ChunkManager& chunks, const ShardMap& shards,
                GradientSink& gradients, GradientShards* gradient_shards, const StateStore& places,
-               const RankHostStorage& host_storage, CopyEngine& copies, Executor& executor)
+               const RankHostStorage& host_storage, std::shared_ptr<CopyEngine> copies,
+               Executor& executor)
       : layout_(chunks.layout()),
         passes_(groups.passes),
         link_(host_storage.refusal().empty()

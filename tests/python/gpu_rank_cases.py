@@ -52,6 +52,10 @@ EXACT = {
         rank_cases.EXACT["uneven"].loss,
         SMALL | {"memory": "tight"},
     ),
+    # Some chunks resident, others fetched: once, an update waited for a fetch that waited for it.
+    "uneven, some resident": RankCase(
+        rank_cases.EXACT["uneven"].build, rank_cases.EXACT["uneven"].loss, {"memory": 48 << 10}
+    ),
     "frozen": RankCase(_frozen, _zoo("gpt2").loss),
     "llama, tight": _zoo("llama", memory="tight"),
     "checkpointed": _zoo("llama", checkpointing=True),
@@ -221,9 +225,8 @@ def divided_on_a_gpu(_: Path) -> None:
 
 
 def not_shared(_: Path) -> None:
-    """Copies of weights, and LowLevelZeroPlugin's stage 2: the ranks' common gradients."""
+    """LowLevelZeroPlugin's stage 2: the ranks' common gradients."""
     with _of_rank():
-        print(_refused(lambda: boost(EXACT["ample"], extra_dp_size=2)))
         plugin = castor.LowLevelZeroPlugin(
             device="cpu", device_memory=GIB, host_memory=GIB, stage=2, cpu_offload=True
         )

@@ -12,6 +12,7 @@ import torch
 
 import castor
 import rank_cases
+import simulated_gpu
 import zero_stage_cases
 from helpers import apart
 from rank_processes import run, succeeded
@@ -77,8 +78,36 @@ def test_shards_have_the_bits_of_full_weights(
             assert torch.allclose(weight, one, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("seed", simulated_gpu.SEEDS)
+def test_gpus_shard_host_storage_with_the_bits_of_the_cpu_device(
+    seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    simulated_gpu.require()
+    for device in ("", f"simgpu:{seed}"):
+        monkeypatch.setenv("CASTOR_TEST_DEVICE", device)
+        (tmp_path / device).mkdir(exist_ok=True)
+        succeeded(run(zero_stage_cases.on_gpus, 2, tmp_path / device, timeout=600))
+    compared = list(tmp_path.glob("*.pt"))
+    assert len(compared) >= 2 * 2 * len(zero_stage_cases.ON_GPUS)
+    for path in compared:
+        expected, losses, _ = torch.load(path)
+        weights, its_losses, report = torch.load(tmp_path / f"simgpu:{seed}" / path.name)
+        assert all(map(torch.equal, weights, expected)), path.name
+        assert its_losses == losses
+        stage = int(path.name.split(".")[1])
+        assert report["zero_stage"] == stage
+        assert (report["rank_gradient_shard_bytes"] > 0) == (stage > 1)
+        assert (report["rank_shard_bytes"] > 0) == (stage == 3)
+
+
+@pytest.mark.parametrize("device", ["", "simgpu:1"])
 @pytest.mark.parametrize("size", [3])
-def test_a_rank_has_its_shards_and_a_few_chunks(size: int, tmp_path: Path) -> None:
+def test_a_rank_has_its_shards_and_a_few_chunks(
+    size: int, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if device:
+        simulated_gpu.require()
+    monkeypatch.setenv("CASTOR_TEST_DEVICE", device)
     for output in succeeded(run(zero_stage_cases.memory, size, tmp_path)):
         one, two, three = (tuple(map(int, line.split())) for line in output.splitlines())
         assert (one[0], two[0], three[0]) == (1, 2, 3)

@@ -33,6 +33,7 @@ from rank_cases import (
     boost,
     train,
 )
+from simulated import compute_as_asked
 from zoo import tower, tower_batch, tower_loss
 
 TIGHT = EXACT["tight"]
@@ -55,6 +56,16 @@ ROUNDED = some({
 ON_THREE = ("tight", "uneven")
 ON_FOUR = ("tight",)
 AT_STAGE_TWO = ("tight", "uneven", "overlap", "bf16 split", "accumulated")
+ON_GPUS = {
+    name: replace(case, settings=case.settings | {"memory": memory})
+    for memory, names in (
+        (48 << 10, ("tight", "uneven")),
+        (4 << 20, ("overlap", "frozen", "accumulated", "bf16 split", "nvme states")),
+    )
+    for name, case in (STREAMED | ROUNDED).items()
+    if name in names
+}
+"""As on the CPU device, with room for gradients on their way to the host."""
 DEEP = replace(TIGHT, build=lambda: tower(depth=24), settings=TIGHT.settings | {"memory": 64 << 10})
 """Of more chunks than a rank has copies of at once."""
 
@@ -99,6 +110,10 @@ def on_three(directory: Path) -> None:
 
 def on_four(directory: Path) -> None:
     _train_all({name: STREAMED[name] for name in ON_FOUR}, directory)
+
+
+def on_gpus(directory: Path) -> None:
+    _train_all(ON_GPUS, directory)
 
 
 def fails_in_backward(_: Path) -> None:
@@ -438,4 +453,5 @@ def one_ends(_: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    compute_as_asked()
     globals()[sys.argv[1]](Path(sys.argv[2]))

@@ -50,6 +50,9 @@ class SimulatedDevice final : public DeviceBackend, public DeviceKernels {
   [[nodiscard]] c10::Device device() const noexcept override { return c10::kCPU; }
   [[nodiscard]] DeviceKernels* kernels() noexcept override { return this; }
   [[nodiscard]] std::unique_ptr<CopyEngine> make_copy_engine() override;
+  [[nodiscard]] std::unique_ptr<CopyEngine> make_staging_engine() override {
+    return std::make_unique<SimulatedCopies>(bytes_per_second_);
+  }
   [[nodiscard]] std::unique_ptr<Arena> make_device_arena() override;
   [[nodiscard]] std::unique_ptr<Arena> make_host_arena() override;
   void follow(const std::shared_ptr<DeviceAccount>& account) override;

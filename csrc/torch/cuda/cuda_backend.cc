@@ -111,6 +111,10 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
     return engine;
   }
 
+  [[nodiscard]] std::unique_ptr<CopyEngine> make_staging_engine() override {
+    return std::make_unique<cuda::StreamCopyEngine>(device_);
+  }
+
   [[nodiscard]] std::unique_ptr<Arena> make_device_arena() override {
     return std::make_unique<CachingArena>(device_);
   }

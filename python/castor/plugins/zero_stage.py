@@ -41,19 +41,8 @@ def group_of_reads(
             f"each, {trained}: start a multiple of {copies} ranks, or give a number that divides "
             f"{size}"
         )
-    if copies > 1 and config.device != "cpu":
-        raise NotImplementedError(
-            f"extra_dp_size={copies} says how many copies of the weights {size} ranks keep in "
-            f"shards, and on {config.device!r} each of them has full ones; give extra_dp_size=1"
-        )
     if layout.data is None or stage in ("auto", 1):
         return ""
-    if config.device != "cpu":
-        raise NotImplementedError(
-            f"zero_stage={stage} shards the host storage of ranks that compute on the CPU device, "
-            f"and this one computes on {config.device!r}, where each of {size} ranks keeps its "
-            "own, page-locked; give zero_stage=1"
-        )
     kept = "gradients" if stage == 2 else "weights and gradients"
     if None in rules:
         raise NotImplementedError(

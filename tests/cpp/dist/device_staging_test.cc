@@ -65,7 +65,7 @@ class Rank {
   }
 
   [[nodiscard]] DeviceStaging staging() {
-    return {copies, *device_,
+    return {std::shared_ptr<CopyEngine>(std::shared_ptr<void>(), &copies), *device_,
             place_ == Place::kDevice ? host_->allocate(payload_->bytes(), "") : Block()};
   }
   [[nodiscard]] const Payload& payload() const { return *payload_; }
