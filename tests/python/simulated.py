@@ -18,7 +18,7 @@ from torch import nn
 import builds
 import simulated_gpu
 from castor.data import async_loader
-from castor.plugins import gemini
+from castor.plugins import gemini, torch_settings
 from castor.runtime import device as device_module
 from castor.runtime import engine
 from helpers import Boosted, boost, exact_state
@@ -89,8 +89,12 @@ class Simulation:
 def compute_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on every plugin's device, and loader's, is the simulated GPU, whatever was given."""
     simulated_gpu.require()
-    for module in (gemini, async_loader):
-        monkeypatch.setattr(module, "choose_device", lambda _: torch.device(simulated_gpu.NAME, 0))
+    for module, chooser in (
+        (gemini, "choose_device"),
+        (async_loader, "choose_device"),
+        (torch_settings, "choose_torch_device"),
+    ):
+        monkeypatch.setattr(module, chooser, lambda _: torch.device(simulated_gpu.NAME, 0))
     monkeypatch.setattr(device_module, "load_cuda", simulated_gpu.load_cuda)
 
 

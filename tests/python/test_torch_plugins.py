@@ -1,6 +1,8 @@
-"""torch's own classes under castor's loop: TorchDDPPlugin."""
+"""torch's own classes under castor's loop: TorchDDPPlugin and TorchFSDPPlugin, also on GPUs."""
 
 import json
+import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import castor
+import simulated_gpu
 import torch_plugin_cases
 from rank_cases import _uneven
 from rank_processes import found_by_each, run, run_python, succeeded
@@ -26,13 +29,47 @@ from torch_plugin_cases import (
 )
 from zoo import Tower, tower, tower_batch
 
+CPU = "cpu"
+SIMULATED = [f"simgpu:{seed}" for seed in simulated_gpu.SEEDS]
+"""Devices, by what CASTOR_TEST_DEVICE says."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[CPU, *(pytest.param(device, marks=pytest.mark.slow) for device in SIMULATED)],
+)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param != CPU:
+        simulated_gpu.require()
+    name: str = request.param
+    return name
+
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two ranks have left what they found."""
-    path = tmp_path_factory.mktemp("torch")
-    succeeded(run(torch_plugin_cases.each, 2, path, timeout=600))
-    return path
+def ranks_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where two ranks on a device have left what they found."""
+
+    @cache
+    def found(device: str) -> Path:
+        path = tmp_path_factory.mktemp("torch")
+        with pytest.MonkeyPatch.context() as patch:
+            _on(device, patch)
+            succeeded(run(torch_plugin_cases.each, 2, path, timeout=900))
+        return path
+
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(device: str, ranks_on: Callable[[str], Path]) -> Path:
+    return ranks_on(device)
+
+
+def _on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started from now on compute there."""
+    monkeypatch.delenv("CASTOR_TEST_DEVICE", raising=False)
+    if device != CPU:
+        monkeypatch.setenv("CASTOR_TEST_DEVICE", device)
 
 
 @cache
@@ -44,7 +81,7 @@ def in_one_process(name: str = "gpt2", micro_batches: int = 2) -> Any:
 def test_ddp_is_torchs_to_the_bit(ranks: Path) -> None:
     for rank in range(2):
         found = torch.load(ranks / f"ddp.{rank}.pt")
-        assert found.keys() == CASES.keys()
+        assert found.keys() == {*CASES, "bf16"}
         for name, ((losses, weights), (expected, of_torch)) in found.items():
             assert losses == expected, name
             assert all(map(torch.equal, weights, of_torch)), name
@@ -59,7 +96,9 @@ def test_one_script_gives_the_same_losses_under_each_plugin(ranks: Path) -> None
             assert (steps, place) == (STEPS, (rank, 2))
     reference = CASE.build()
     for name in PLUGINS:
-        castor.Booster(castor.TorchDDPPlugin()).load_model(reference, ranks / f"{name}-trained")
+        castor.Booster(castor.TorchDDPPlugin(device="cpu")).load_model(
+            reference, ranks / f"{name}-trained"
+        )
         found = torch.cat([param.detach().flatten() for param in reference.parameters()])
         wanted = torch.cat([weight.flatten() for weight in weights])
         # Biases of keys have gradients of rounding alone, of which Adam makes steps.
@@ -81,6 +120,19 @@ def test_a_run_goes_on_under_each_other_plugin(ranks: Path) -> None:
         assert len(expected) == 7  # of the model 4, of the optimizer 3
         for again in (f"{saved_by}-{name}", f"{saved_by}-{name}-parts"):
             assert files_of(ranks / again) == expected, again
+
+
+def test_a_run_goes_on_on_another_device(
+    device: str, ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files have the same bytes after a load by ranks on the CPU of what GPUs have saved."""
+    simulated_gpu.require()
+    _on(SIMULATED[0] if device == CPU else CPU, monkeypatch)
+    for name in TORCHS:
+        shutil.copytree(ranks / name, tmp_path / name)
+    succeeded(run(torch_plugin_cases.goes_on, 2, tmp_path))
+    for name in TORCHS:
+        assert files_of(tmp_path / f"{name}-elsewhere") == files_of(tmp_path / name), name
 
 
 def test_micro_batches_under_no_sync_add_up(ranks: Path) -> None:
@@ -188,7 +240,10 @@ def test_a_killed_rank_ends_the_others(
     assert "Error" in first.errors
 
 
-def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
+def test_one_process_needs_no_launcher(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _on(device, monkeypatch)
     done = run_python(torch_plugin_cases.__file__, "alone", tmp_path)
     assert done.returncode == 0, done.stderr
     expected, _ = in_one_process()
@@ -200,6 +255,68 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
         counts = 4 * len(list(CASE.build().parameters()))
         assert (ranks, parameters, states) == (1, of_model, 2 * of_model + counts), name
     assert files_of(tmp_path / "ddp") == files_of(tmp_path / "fsdp")
+
+
+def test_a_model_and_all_of_it_is_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated_gpu.require()
+    _on(SIMULATED[0], monkeypatch)
+    done = run_python(torch_plugin_cases.__file__, "moved", tmp_path)
+    assert done.returncode == 0, done.stderr
+    places, pinned = json.loads((tmp_path / "moved.json").read_text())
+    on_host = {"step", "shard"}
+    assert places == {name: "cpu" if name in on_host else simulated_gpu.NAME for name in places}
+    assert pinned
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {simulated_gpu.ID: "GPU-1"},
+            "ranks 0 and 1 compute on one GPU (GPU-1), which torch's process groups of GPUs "
+            "refuse: start as many ranks as there are GPUs",
+        ),
+        ({"CASTOR_DEVICE_LINK": "host"}, 'which CASTOR_DEVICE_LINK="host" forbids: unset it'),
+    ],
+)
+def test_ranks_that_cannot_send_memory_of_gpus_are_told(
+    environment: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated_gpu.require()
+    _on(SIMULATED[0], monkeypatch)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for said in found_by_each(torch_plugin_cases.refused, 2, tmp_path):
+        assert [message in one for one in said] == [True, True], said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", SIMULATED)
+def test_gpus_train_the_weights_that_the_cpu_does(
+    device: str, ranks_on: Callable[[str], Path]
+) -> None:
+    simulated_gpu.require()
+    on_cpu, on_gpus = CASE.build(), CASE.build()
+    for name in TORCHS:
+        for model, where in ((on_cpu, CPU), (on_gpus, device)):
+            booster = castor.Booster(castor.TorchDDPPlugin(device="cpu"))
+            booster.load_model(model, ranks_on(where) / f"{name}-trained")
+        for param, of_cpu in zip(on_gpus.parameters(), on_cpu.parameters(), strict=True):
+            torch.testing.assert_close(param, of_cpu, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("cuda")
+def test_one_process_trains_on_a_real_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose kernels are others than the CPU's."""
+    _on("cuda", monkeypatch)
+    done = run_python(torch_plugin_cases.__file__, "alone", tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected, _ = in_one_process()
+    for name, (losses, *_) in json.loads((tmp_path / "alone.json").read_text()).items():
+        assert losses == pytest.approx(expected[:8], rel=1e-3), name
 
 
 def files_of(run_directory: Path) -> dict[str, bytes]:

@@ -282,7 +282,8 @@ NAMES = {"ddp": castor.TorchDDPPlugin, "fsdp": castor.TorchFSDPPlugin}
         ({"max_norm": "1"}, TypeError, "max_norm is '1'; give a number"),
         ({"norm_type": 1.0}, NotImplementedError, "norm_type=1.0"),
         ({"nonfinite": "warn"}, ValueError, "nonfinite is 'warn'"),
-        ({"device": "cuda"}, NotImplementedError, "trains on the CPU so far.*device='cpu'"),
+        ({"device": "meta"}, NotImplementedError, "device='meta' is not supported"),
+        ({"device": "gpu"}, ValueError, "device is 'gpu'; choose 'cpu', 'cuda' or the number"),
         ({"fp8_communication": True}, NotImplementedError, "fp8_communication may only be False"),
     ],
 )

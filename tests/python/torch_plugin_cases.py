@@ -1,4 +1,7 @@
-"""What tests of torch's own classes under castor's loop run on ranks; see rank_cases.py."""
+"""What tests of torch's own classes under castor's loop run on ranks; see rank_cases.py.
+
+CASTOR_TEST_DEVICE says on which device: "simgpu:1", "cuda", or the CPU without it.
+"""
 
 import copy
 import gc
@@ -12,33 +15,40 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 import castor
+import simulated_gpu
 from castor.optim.torch_step import torch_step_of
 from castor.plugins import Plugin
 from castor.runtime.boosted_model import _models
+from castor.runtime.device_groups import backend_of
 from castor.runtime.torch_model import here
 from grids import WHOLE, some
 from helpers import GIB
 from rank_cases import EXACT, STEPS, RankCase, _uneven
+from simulated import compute_as_asked
 from tensor_cases import write_own
 from zoo import CASES as ZOO
 from zoo import Tower, tower, tower_batch
 
 CASE = EXACT["gpt2"]
 MAX_NORM = 0.5
-BUDGETS = {"device_memory": GIB, "host_memory": GIB}
+BUDGETS: dict[str, Any] = {"device_memory": GIB, "host_memory": GIB, "precision": "fp32"}
+DEVICE = "cuda" if os.environ.get("CASTOR_TEST_DEVICE") == "cuda" else "cpu"
+"""The plugins' argument; compute_as_asked puts the simulated GPU in the CPU's place."""
 PLUGINS: dict[str, Callable[..., Plugin]] = {
-    "gemini": lambda **s: castor.GeminiPlugin(device="cpu", **BUDGETS, **s),
-    "zero": lambda **s: castor.LowLevelZeroPlugin(device="cpu", cpu_offload=True, **BUDGETS, **s),
-    "ddp": lambda **s: castor.TorchDDPPlugin(device="cpu", **s),
-    "fsdp": lambda **s: castor.TorchFSDPPlugin(device="cpu", **s),
+    "gemini": lambda **s: castor.GeminiPlugin(device=DEVICE, **BUDGETS, **s),
+    "zero": lambda **s: castor.LowLevelZeroPlugin(device=DEVICE, cpu_offload=True, **BUDGETS, **s),
+    "ddp": lambda **s: castor.TorchDDPPlugin(device=DEVICE, **s),
+    "fsdp": lambda **s: castor.TorchFSDPPlugin(device=DEVICE, **s),
 }
 TORCHS = ("ddp", "fsdp")
 """Of these, those that train with torch's own classes."""
@@ -119,7 +129,7 @@ def script(
 
 
 def weights_of(model: nn.Module) -> list[torch.Tensor]:
-    return [param.detach().clone() for param in model.parameters()]
+    return [param.detach().cpu().clone() for param in model.parameters()]
 
 
 def trained(
@@ -132,22 +142,39 @@ def trained(
 
 
 def trained_by_torch(
-    case: RankCase, rank: int, **options: Any
+    case: RankCase, rank: int, dtype: torch.dtype | None = None, **options: Any
 ) -> tuple[list[float], list[torch.Tensor]]:
     """A loop over DistributedDataParallel that knows nothing of castor."""
     model = case.build()
     castor.lazy.materialise.materialise(model)
+    model.to(device := device_of_rank())
     optimizer = optimizer_of(model)
-    ddp = DistributedDataParallel(model, **options)
+    group = None
+    if device.type != "cpu":
+        group = distributed.new_group(backend=backend_of(device))
+    ddp = DistributedDataParallel(model, process_group=group, **options)
+    ddp.register_forward_pre_hook(
+        lambda _, args, kwargs: tree_map(partial(_moved, device), (args, kwargs)), with_kwargs=True
+    )
     losses = []
     for step in range(STEPS):
-        loss = case.loss(ddp, 1000 * step + rank, rank)
+        with torch.autocast(device.type, dtype=dtype) if dtype else nullcontext():
+            loss = case.loss(ddp, 1000 * step + rank, rank)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, weights_of(model)
+
+
+def device_of_rank() -> torch.device:
+    """Device that this rank computes on."""
+    return castor.TorchDDPPlugin(device=DEVICE).device
+
+
+def _moved(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def ddp_and_torch(directory: Path) -> None:
@@ -161,6 +188,10 @@ def ddp_and_torch(directory: Path) -> None:
             trained("ddp", range(rank, rank + 1), case, **options),
             trained_by_torch(case, rank, **options),
         )
+    found["bf16"] = (
+        trained("ddp", range(rank, rank + 1), precision="bf16"),
+        trained_by_torch(CASE, rank, torch.bfloat16),
+    )
     torch.save(found, directory / f"ddp.{rank}.pt")
 
 
@@ -228,7 +259,8 @@ def apart(directory: Path) -> None:
                 booster.backward(model(**tower_batch(10 * micro + rank), skip=skip), optimizer)
         try:
             optimizer.step()
-            said[name] = {n: p.grad for n, p in model.named_parameters()}
+            grads = {n: p.grad for n, p in model.named_parameters()}
+            said[name] = {n: None if grad is None else grad.cpu() for n, grad in grads.items()}
         except castor.UsageError as error:
             said[name] = str(error)
     torch.save(said, directory / f"apart.{rank}.pt")
@@ -301,7 +333,7 @@ def buffers(directory: Path) -> None:
         with torch.no_grad():
             if rank == 0:
                 model.eval()(**tower_batch(99))  # alone: nobody waits for it
-        found[broadcast] = model.get_buffer("norm.running_mean").clone()
+        found[broadcast] = model.get_buffer("norm.running_mean").cpu().clone()
     torch.save(found, directory / f"buffers.{rank}.pt")
 
 
@@ -388,6 +420,53 @@ def each(directory: Path) -> None:
         scenario(directory)
 
 
+def goes_on(directory: Path) -> None:
+    """Runs that ranks on another device have saved are loaded, and saved again."""
+    for name in TORCHS:
+        booster, model, optimizer = boost(PLUGINS[name](max_norm=MAX_NORM), CASE.build())
+        assert booster.load(directory / name, model, optimizer).step == 3
+        booster.save(directory / f"{name}-elsewhere", model, optimizer)
+
+
+def refused(directory: Path) -> None:
+    """Ranks that share a GPU, or may not send memory of theirs."""
+    said = []
+    for name in TORCHS:
+        model = CASE.build()
+        try:
+            boost(PLUGINS[name](), model)
+        except castor.UsageError as error:
+            said.append(str(error))
+        assert {param.device.type for param in model.parameters()} == {"cpu"}
+    write_own(directory, "refused", said)
+
+
+def moved(directory: Path) -> None:
+    """Where parameters, buffers, gradients, states and shards are after a boost of one process."""
+    model = normed()
+    loss = model(**tower_batch(0))
+    loss.backward()
+    optimizer = optimizer_of(model)
+    optimizer.step()
+    buffer = model.get_buffer("norm.running_mean")
+    booster = castor.Booster(PLUGINS["ddp"]())
+    booster.boost(model, optimizer)
+    first = next(model.parameters())
+    assert buffer is model.get_buffer("norm.running_mean")
+    assert first.grad is not None
+    state = optimizer.state[first]
+    places = {
+        "parameter": first, "gradient": first.grad, "buffer": buffer, "moment": state["exp_avg"],
+        "step": state["step"], "output": model(**tower_batch(1)),
+    }  # fmt: skip
+    offloaded = castor.Booster(PLUGINS["fsdp"](cpu_offload=True))
+    model, *_ = offloaded.boost(tower())
+    shard = here(next(model.parameters()).detach())
+    places |= {"shard": shard, "offloaded output": model(**tower_batch(1))}
+    found = {name: tensor.device.type for name, tensor in places.items()}
+    (directory / "moved.json").write_text(json.dumps([found, shard.is_pinned()]))
+
+
 def untrained(directory: Path) -> None:
     """A model to be evaluated alone, which ranks have made differently."""
     rank = distributed.get_rank()
@@ -436,6 +515,10 @@ def _here(model: nn.Module) -> list[torch.Tensor]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    compute_as_asked()
+    if device_of_rank().type == simulated_gpu.NAME:
+        # fully_shard frees gradients of its own stream while the optimizer reads them.
+        simulated_gpu.require().gpu.overwrite_when_reused()
     if "RANK" in os.environ:
         castor.launch_from_torch()
     globals()[sys.argv[1]](Path(sys.argv[2]))

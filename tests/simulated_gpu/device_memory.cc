@@ -29,6 +29,8 @@ std::byte* DeviceMemory::allocate(std::size_t bytes, const std::shared_ptr<Strea
   if (const auto cached = pool.find(rounded); cached != pool.end()) {
     data = cached->second;
     pool.erase(cached);
+    if (overwrite_at_ == Overwrite::kReuse)
+      stream->enqueue([data, rounded] { std::memset(data, kPoison, rounded); });
   } else {
     if (rounded > room_locked())
       release_locked();
@@ -73,7 +75,8 @@ void DeviceMemory::free(std::byte* data) {
 
 void DeviceMemory::cache_locked(std::byte* data) {
   const Block& block = blocks_.at(data);
-  block.stream->enqueue([data, bytes = block.bytes] { std::memset(data, kPoison, bytes); });
+  if (overwrite_at_ == Overwrite::kFree)
+    block.stream->enqueue([data, bytes = block.bytes] { std::memset(data, kPoison, bytes); });
   cached_[block.stream->id()].emplace(block.bytes, data);
 }
 
@@ -103,6 +106,11 @@ void DeviceMemory::release_locked() {
     }
     pool.clear();
   }
+}
+
+void DeviceMemory::overwrite_at(Overwrite when) {
+  const std::lock_guard lock(mutex_);
+  overwrite_at_ = when;
 }
 
 void DeviceMemory::record(std::byte* data, const std::shared_ptr<Stream>& stream) {

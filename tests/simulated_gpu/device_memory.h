@@ -23,7 +23,7 @@ namespace castor::simulated {
 ///   room otherwise, or by release_cached().
 ///
 /// The bytes of a freed block become 0xff (NaN) in the order of its stream; so are those of a new
-/// one. Thread-safe.
+/// one. See overwrite_at(). Thread-safe.
 class DeviceMemory {
  public:
   static constexpr std::size_t kBlock = 512;  ///< what sizes are rounded up to
@@ -56,6 +56,10 @@ class DeviceMemory {
   [[nodiscard]] std::size_t available() const;
   /// No more than this is reserved; 0 <= fraction <= 1 of the capacity.
   void limit(double fraction);
+  enum class Overwrite { kFree, kReuse };
+  /// When a freed block's bytes become 0xff: at once, or when it is given out again, as on a GPU.
+  /// Programs that order only later work of the block's stream after its readers need kReuse.
+  void overwrite_at(Overwrite when);
 
   [[nodiscard]] bool contains(const void* data) const;
   [[nodiscard]] std::size_t capacity() const noexcept { return capacity_; }
@@ -92,6 +96,7 @@ class DeviceMemory {
   std::list<Held> held_;
   Figures figures_;
   std::vector<Tracker> trackers_;
+  Overwrite overwrite_at_ = Overwrite::kFree;
 };
 
 }  // namespace castor::simulated

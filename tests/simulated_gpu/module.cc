@@ -95,6 +95,8 @@ PYBIND11_MODULE(_simulated_gpu, m) {
       "empty_cache", [] { device_memory().release_cached(); }, release);
   m.def(
       "limit", [](double fraction) { device_memory().limit(fraction); }, py::arg("fraction"));
+  m.def("overwrite_when_reused",
+        [] { device_memory().overwrite_at(DeviceMemory::Overwrite::kReuse); });
   m.def(
       "refuse_tensor",
       [](std::size_t n, std::size_t times) { refusals().tensors.refuse(n, times); }, py::arg("n"),

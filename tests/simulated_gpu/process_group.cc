@@ -490,6 +490,7 @@ class Communicator {
                       cut_short = std::move(cut_short)] { *cut_short = !link->run(*exchanges); });
     return Moment(stream_);
   }
+  [[nodiscard]] const std::shared_ptr<Stream>& stream() const noexcept { return stream_; }
   void abort() {
     if (link_->progress().abort())
       device_memory().give_beside(kCommunicatorBytes);
@@ -527,6 +528,7 @@ class SimulatedWork final : public c10d::Work {
   void set_end(Moment end, std::shared_ptr<Communicator> communicator) {
     const std::lock_guard lock(mutex_);
     end_ = std::move(end);
+    stream_ = communicator->stream()->id();
     communicator_ = std::move(communicator);
   }
   /// True where the stream's task was ended by abort().
@@ -558,6 +560,21 @@ class SimulatedWork final : public c10d::Work {
     if (const std::shared_ptr<Communicator> communicator = this->communicator())
       communicator->abort();
   }
+  /// As NCCL's it is complete at once: to wait for it makes the caller's stream wait. Its value is
+  /// the list of the operation's tensors, outputs first, which it keeps alive.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(end_, "there is no future before the operation has begun");
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(
+          c10::ListType::create(c10::TensorType::get()),
+          std::vector<c10::Device>{c10::Device(c10::DeviceType::PrivateUse1, 0)});
+      const c10::Stream before = exchange_stream(torch_stream(stream_));
+      future_->markCompleted(at::IValue(tensors_));
+      exchange_stream(before);
+    }
+    return future_;
+  }
 
  private:
   [[nodiscard]] std::optional<Moment> end() const {
@@ -570,9 +587,11 @@ class SimulatedWork final : public c10d::Work {
   }
 
   const std::shared_ptr<std::atomic<bool>> cut_short_ = std::make_shared<std::atomic<bool>>(false);
-  std::vector<at::Tensor> tensors_;           // guarded by mutex_
-  std::optional<Moment> end_;                 // guarded by mutex_
-  std::weak_ptr<Communicator> communicator_;  // guarded by mutex_
+  std::vector<at::Tensor> tensors_;                 // guarded by mutex_
+  std::optional<Moment> end_;                       // guarded by mutex_
+  std::weak_ptr<Communicator> communicator_;        // guarded by mutex_
+  std::uint64_t stream_ = 0;                        // the communicator's; guarded by mutex_
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // guarded by mutex_
 };
 
 struct SimulatedGroup::Batch {

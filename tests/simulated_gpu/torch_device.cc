@@ -5,6 +5,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -155,6 +156,20 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override {
     static PinnedMemory memory;
     return &memory;
+  }
+  /// As CUDA's: other memory, with the bytes that fit it; none for no bytes.
+  void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t bytes) const override {
+    c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
+    TORCH_CHECK(impl.resizable(), "Trying to resize storage that is not resizable");
+    c10::DataPtr other(nullptr, c10::Device(kType, 0));
+    if (bytes > 0) {
+      c10::Allocator& memory = *c10::cuda::CUDACachingAllocator::get();
+      other = memory.allocate(bytes);
+      if (const std::size_t kept = std::min(bytes, impl.nbytes()); kept > 0)
+        memory.copy_data(other.get(), impl.data(), kept);
+    }
+    impl.set_data_ptr_noswap(std::move(other));
+    impl.set_nbytes(bytes);
   }
 };
 

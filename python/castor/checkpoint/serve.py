@@ -14,6 +14,7 @@ from castor.checkpoint.full_tensors import values_of
 from castor.checkpoint.model import state_of
 from castor.checkpoint.optimizer import names_of, tensors_and_numbers
 from castor.runtime.boosted_model import compiled_from
+from castor.runtime.dtensors import is_dtensor
 
 
 class LocalShards:
@@ -40,6 +41,8 @@ class LocalShards:
         """
         kind, _, name = key.partition(":")
         param, tensor = self._of(kind)[name]
+        if is_dtensor(tensor):  # the ranks gather it where it is
+            return param, tensor
         return param, values_of(tensor)
 
     def _of(self, kind: str) -> Mapping[str, tuple[torch.Tensor, SavedTensor]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -34,10 +36,25 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         ImportError: castor was built without its GPU parts, or for another CUDA than torch.
         NotImplementedError: The device is neither a CPU nor a CUDA GPU.
     """
-    chosen = named_device(device)
+    return _with_index(named_device(device), device)
+
+
+def choose_torch_device(device: str | torch.device | None) -> torch.device:
+    """Resolves the device of a plugin in which torch's own classes train.
+
+    As choose_device, but castor's GPU parts are not needed.
+
+    Raises:
+        UsageError, ValueError, NotImplementedError: See choose_device.
+    """
+    return _with_index(_known_device(device), device)
+
+
+def _with_index(chosen: torch.device, asked: str | torch.device | None) -> torch.device:
+    """Returns a checked device, a GPU with the index that was asked for or this rank's."""
     if chosen.type == "cpu":
         return chosen
-    return torch.device("cuda", chosen.index if ":" in str(device) else _own_gpu())
+    return torch.device("cuda", chosen.index if ":" in str(asked) else _own_gpu())
 
 
 def named_device(device: str | torch.device | None) -> torch.device:
@@ -53,6 +70,14 @@ def named_device(device: str | torch.device | None) -> torch.device:
         UsageError: There is no such GPU, or this torch has no CUDA.
         ValueError, ImportError, NotImplementedError: See choose_device.
     """
+    chosen = _known_device(device)
+    if chosen.type != "cpu":
+        load_cuda()
+    return chosen
+
+
+def _known_device(device: str | torch.device | None) -> torch.device:
+    """Checks that torch has a device; see named_device."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -68,7 +93,6 @@ def named_device(device: str | torch.device | None) -> torch.device:
             f"device={str(device)!r} is not supported; castor computes on 'cuda' and 'cpu'"
         )
     check_cuda(chosen)
-    load_cuda()
     return chosen
 
 
@@ -185,27 +209,57 @@ def check_gpus(
         return
     own = torch.get_device_module(device).get_device_properties(device)
     everyone = layout.gather((str(own.uuid), own.total_memory, device_bytes))
-    for uuid, total in sorted({one[:2] for one in everyone}):
-        sharing = [rank for rank, one in enumerate(everyone) if one[0] == uuid]
-        if len(sharing) == 1:
-            continue
+    for sharing, numbers in _sharing([uuid for uuid, _, _ in everyone]):
         budgets = sum(everyone[rank][2] for rank in sharing)
-        numbers = f"{', '.join(map(str, sharing[:-1]))} and {sharing[-1]}"
+        uuid, total, _ = everyone[sharing[0]]
         shared = (
             f"ranks {numbers} compute on one GPU ({uuid}), and their device_memory comes to "
             f"{_gib(budgets)}"
         )
-        instead = "start as many ranks as there are GPUs, or give each its own device='cuda:I'"
         if budgets > total:
             raise UsageError(
-                f"{shared} of the {_gib(total)} that it has: {instead}, or less device_memory"
+                f"{shared} of the {_gib(total)} that it has: {_INSTEAD}, or less device_memory"
             )
         if layout.process in sharing:
             warnings.warn(
-                f"{shared}; they wait for each other there: {instead}",
+                f"{shared}; they wait for each other there: {_INSTEAD}",
                 RuntimeWarning,
                 stacklevel=stacklevel + 1,
             )
+
+
+def check_own_gpus(device: torch.device, gather: Callable[[Any], list[Any]]) -> None:
+    """Checks that no two ranks compute on one GPU, which NCCL refuses. Collective.
+
+    Args:
+        device: GPU of this rank.
+        gather: Returns the values that all ranks call it with.
+
+    Raises:
+        UsageError: Two ranks compute on one GPU; every rank raises it.
+    """
+    own = torch.get_device_module(device).get_device_properties(device)
+    uuids = gather(str(own.uuid))
+    for sharing, numbers in _sharing(uuids):
+        raise UsageError(
+            f"ranks {numbers} compute on one GPU ({uuids[sharing[0]]}), which torch's process "
+            f"groups of GPUs refuse: {_INSTEAD}"
+        )
+
+
+_INSTEAD = "start as many ranks as there are GPUs, or give each its own device='cuda:I'"
+
+
+def _sharing(uuids: Sequence[str]) -> Iterator[tuple[list[int], str]]:
+    """Yields the ranks that share each GPU, and their numbers in words.
+
+    Args:
+        uuids: Identifier of each rank's GPU, in rank order.
+    """
+    for uuid in sorted(set(uuids)):
+        sharing = [rank for rank, one in enumerate(uuids) if one == uuid]
+        if len(sharing) > 1:
+            yield sharing, f"{', '.join(map(str, sharing[:-1]))} and {sharing[-1]}"
 
 
 def _gib(size: int) -> str:

@@ -26,12 +26,13 @@ class CastingForward(OwnForward):
         """Wraps the forward that the model has now.
 
         Args:
-            model: Model with parameters on the CPU.
+            model: Model whose parameters are on the device that it computes on.
             dtype: Type of autocast; None: no autocast.
         """
         super().__init__(model)
         self._forward: Callable[..., Any] = model.forward
         self._dtype = dtype
+        self._device_type = next(model.parameters()).device.type
         self.__signature__ = inspect.signature(model.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +41,9 @@ class CastingForward(OwnForward):
             return self._forward(*args, **kwargs)
 
     def _casting(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._dtype is None else torch.autocast("cpu", dtype=self._dtype)
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self._dtype)
 
 
 class WrappedModule(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -20,6 +20,7 @@ from castor.plugins.replicated import (
 )
 from castor.plugins.torch_settings import TorchPlugin
 from castor.runtime.process_groups import own_group
+from castor.runtime.ranks import Peers
 from castor.runtime.torch_model import TorchModel
 
 _NEUTRAL: dict[str, tuple[object, str]] = {
@@ -34,8 +35,8 @@ class TorchDDPPlugin(TorchPlugin):
 
     Every rank keeps and updates the full model. torch.nn.parallel.DistributedDataParallel reduces
     gradients beside backward; castor adds clipping, skipped steps, checkpoints and data loaders. In
-    one process the plugin trains as plain PyTorch does. castor moves nothing: the model, its
-    gradients and its optimizer states have to fit in memory.
+    one process the plugin trains as plain PyTorch does. The model, its gradients and its optimizer
+    states have to fit in the device's memory: castor moves them there at boost, and nothing later.
 
     Names of arguments are Colossal-AI's, or GeminiPlugin's; all are keyword-only.
 
@@ -47,7 +48,10 @@ class TorchDDPPlugin(TorchPlugin):
             next forward where one does.
         gradient_as_bucket_view: Whether gradients lie in the buckets.
         static_graph: Whether all passes use the same parameters.
-        device: Device that the model computes on; only "cpu".
+        device: Device that the model computes on: "cpu", "cuda" or "cuda:1". None: "cuda" if torch
+            has a GPU, else "cpu". With several ranks on a machine "cuda" is the GPU that LOCAL_RANK
+            numbers. Every rank needs a GPU of its own, torch's current device from boost on.
+            Forwards move their inputs there.
         precision: "fp32", or "bf16": forwards run under torch.autocast. Parameters, gradients and
             states are float32.
         max_norm: L2 norm to which step clips gradients; 0: no clipping.
@@ -62,6 +66,7 @@ class TorchDDPPlugin(TorchPlugin):
             chunks.
         NotImplementedError: An argument asks for something this version lacks; the message names
             it.
+        UsageError: There is no such GPU, or none for this rank, or this torch has no CUDA.
     """
 
     def __init__(
@@ -110,14 +115,16 @@ class TorchDDPPlugin(TorchPlugin):
 
         Raises:
             UsageError: The model or an optimizer cannot be boosted, or the ranks were given
-                different ones; model and optimizers are unchanged.
+                different ones, or share a GPU; model and optimizers are unchanged.
             NotImplementedError: An optimizer is not supported.
         """
         self._check(model, optimizers)
         if optimizers:
             optimizer_params(model, optimizers, [None] * len(optimizers))
         ranks = self._join(model, optimizers)
+        self._take_device()
         self._give_values(model)
+        self._move(model, optimizers)
         dtype = self.settings.compute_dtype
         boosted: TorchModel
         if ranks is None or not any(param.requires_grad for param in model.parameters()):
@@ -129,7 +136,7 @@ class TorchDDPPlugin(TorchPlugin):
         else:
             ddp = DistributedDataParallel(
                 WrappedModule(model, model.forward),
-                process_group=own_group([range(ranks.size)]),
+                process_group=self._group(ranks),
                 **self._options,
             )
             boosted = ReplicatedModel(
@@ -144,3 +151,10 @@ class TorchDDPPlugin(TorchPlugin):
             nonfinite=self.settings.nonfinite,
         )
         return boosted
+
+    def _group(self, ranks: Peers) -> distributed.ProcessGroup:
+        """Makes the process group that gradients are reduced over. Collective."""
+        everyone = [range(ranks.size)]
+        if self.device.type == "cpu":
+            return own_group(everyone)
+        return self._device_backend(ranks).group(everyone)

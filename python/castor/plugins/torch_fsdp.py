@@ -17,7 +17,7 @@ from castor.plugins.sharded import ShardedModel, check_divisible, groups_of, isl
 from castor.plugins.torch_settings import TorchPlugin
 from castor.runtime.peft_model import is_peft_model
 from castor.runtime.process_groups import lasting_group
-from castor.runtime.ranks import be_alone
+from castor.runtime.ranks import Peers, be_alone
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -50,11 +50,13 @@ class TorchFSDPPlugin(TorchPlugin):
             gathered once more for its backward. An integer: they are then sharded over that many
             ranks. None: True for blocks, False for the parameters outside of them.
         cpu_offload: Whether shards wait on the host, where the optimizer steps: True, False or a
-            torch CPUOffloadPolicy. On the CPU device they are there anyway.
+            torch CPUOffloadPolicy. True on a GPU: in page-locked memory. On the CPU device they are
+            there anyway.
         mixed_precision: A torch MixedPrecisionPolicy, instead of precision.
         sync_module_states: Whether rank 0's values become every rank's at boost. False: each rank
             has made the same values.
-        device: Device that the model computes on; only "cpu".
+        device: Device that the model computes on, as in TorchDDPPlugin. On a GPU a block's full
+            parameters are moved there one block at a time, and leave shards.
         precision: "fp32", or "bf16": parameters are gathered and computed with in bfloat16,
             and gradients are summed in float32. Shards and states are float32. Parameters that
             transformers keeps in float32 are gathered in float32. Default: "fp32".
@@ -70,6 +72,7 @@ class TorchFSDPPlugin(TorchPlugin):
             chunks.
         NotImplementedError: An argument asks for something this version lacks; the message names
             it.
+        UsageError: There is no such GPU, or none for this rank, or this torch has no CUDA.
     """
 
     def __init__(
@@ -136,7 +139,7 @@ class TorchFSDPPlugin(TorchPlugin):
 
         Raises:
             UsageError: The model or an optimizer cannot be boosted, or the ranks were given
-                different ones; model and optimizers are unchanged.
+                different ones, or share a GPU; model and optimizers are unchanged.
             NotImplementedError: The optimizer is not supported, the model is a PeftModel, or a
                 module has a parameter that stays float32 beside others that do not.
             ValueError: reshard_after_forward is an integer that does not divide the number of
@@ -152,12 +155,14 @@ class TorchFSDPPlugin(TorchPlugin):
             optimizer_params(model, optimizers, [None] * len(optimizers))
         self._check_divisible(model, optimizers)
         ranks = self._join(model, optimizers)
+        backend = self._backend(ranks)
+        self._take_device()
         self._give_values(model)
         if ranks is None:
             be_alone()
         elif self._sync_module_states:
             ranks.share_all(model)
-        mesh = DeviceMesh.from_group(lasting_group(), "cpu")
+        mesh = DeviceMesh.from_group(lasting_group(backend), self.device.type)
         before = dict(model.named_parameters())
         for module in islands:
             options = {**self._options, "mp_policy": MixedPrecisionPolicy()}
@@ -175,6 +180,16 @@ class TorchFSDPPlugin(TorchPlugin):
             nonfinite=self.settings.nonfinite,
         )
         return boosted
+
+    def _backend(self, ranks: Peers | None) -> str:
+        """Returns the backend of the ranks' process group, which sends host memory as well.
+
+        Raises:
+            UsageError: torch has no backend for the ranks' GPUs.
+        """
+        if self.device.type == "cpu":
+            return "gloo"
+        return f"cpu:gloo,{self.device.type}:{self._device_backend(ranks).name}"
 
     def _check_divisible(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         check_divisible(model)

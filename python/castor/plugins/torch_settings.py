@@ -19,10 +19,14 @@ from castor.lazy import Materialisation, check_inactive
 from castor.optim.torch_step import step_of
 from castor.plugins.by_name import PLUGIN_ARGUMENTS
 from castor.plugins.data_parallel import describe_optimizers, loader_of_rank
+from castor.plugins.machine import check_own_gpus, choose_torch_device
 from castor.runtime.boosted_model import check_not_boosted
+from castor.runtime.device_groups import DeviceBackend, backend_of
+from castor.runtime.input_cast import InputCast
+from castor.runtime.memory_sharing import Aliases
 from castor.runtime.process_groups import own_groups
 from castor.runtime.ranks import Peers, describe_parameters, rank_and_size
-from castor.runtime.spec import ModelSpec
+from castor.runtime.spec import ModelSpec, check_distinct_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,7 @@ class TorchSettings:
     """Settings that TorchDDPPlugin and TorchFSDPPlugin have in common."""
 
     device: str
+    """Type of the ranks' devices: "cpu" or "cuda"."""
     precision: str
     max_norm: float
     nonfinite: NonFinite
@@ -73,6 +78,7 @@ class TorchPlugin:
             ValueError: A value is out of range.
             TypeError: A value has the wrong type, or an argument does not exist here.
             NotImplementedError: An argument asks for something this version lacks.
+            UsageError: There is no such GPU, or none for this rank, or this torch has no CUDA.
         """
         name = type(self).__name__
         for argument, value in others.items():
@@ -104,14 +110,10 @@ class TorchPlugin:
             )
         if precision not in ("fp32", "bf16"):
             raise ValueError(f"precision is {precision!r}; give 'fp32' or 'bf16'")
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if chosen.type != "cpu":
-            raise NotImplementedError(
-                f"{name} trains on the CPU so far, and device={str(chosen)!r} was asked for or is "
-                "there: pass device='cpu'"
-            )
+        self.device = choose_torch_device(device)
+        """Device of this rank; a GPU with its index."""
         self.settings = TorchSettings(
-            device="cpu",
+            device=self.device.type,
             precision=precision,
             max_norm=float(max_norm),
             nonfinite=cast("NonFinite", nonfinite),
@@ -155,7 +157,8 @@ class TorchPlugin:
         Checks that all ranks were given the same, and changes nothing. Collective.
 
         Raises:
-            UsageError: Two ranks differ.
+            UsageError: Two ranks differ, or compute on one GPU, or torch has no backend for their
+                GPUs.
         """
         rank, size = rank_and_size()
         if size == 1:
@@ -170,7 +173,31 @@ class TorchPlugin:
                 **describe_optimizers(model, optimizers),
             }
         )
+        if self.device.type != "cpu":
+            check_own_gpus(self.device, ranks.gather)
+            self._device_backend(ranks)
         return ranks
+
+    def _device_backend(self, ranks: Peers | None) -> DeviceBackend:
+        """Returns torch's backend that sends memory of the ranks' GPUs. Collective.
+
+        Raises:
+            UsageError: torch has none for these GPUs, or CASTOR_DEVICE_LINK forbids it; every rank
+                raises it.
+        """
+        found = DeviceBackend.find(self.device, ranks.gather if ranks else _of_one)
+        if found is None:
+            missing = backend_of(self.device) is None
+            raise UsageError(
+                f"{type(self).__name__} sends memory of GPUs between ranks, "
+                + (
+                    f"for which torch {torch.__version__} has no backend (NCCL): install a torch "
+                    "that has it, or pass device='cpu'"
+                    if missing
+                    else 'which CASTOR_DEVICE_LINK="host" forbids: unset it, or use GeminiPlugin'
+                )
+            )
+        return found
 
     def _give_values(self, model: nn.Module) -> None:
         """Gives lazy tensors their values, and converts all parameters to float32.
@@ -192,3 +219,51 @@ class TorchPlugin:
         for param in params:
             if param.dtype != torch.float32:
                 param.data = param.data.float()
+
+    def _take_device(self) -> None:
+        """Makes this rank's GPU torch's current device; does nothing on the CPU."""
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).set_device(self.device)
+
+    def _move(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Moves a model and its optimizers' states to this rank's GPU; does nothing on the CPU.
+
+        Parameters and buffers stay the same objects. From now on forwards move their inputs.
+
+        Raises:
+            UsageError: Two parameters share memory; the model is unchanged.
+        """
+        if self.device.type == "cpu":
+            return
+        spec = ModelSpec.of(model)
+        check_distinct_memory(spec)
+        aliases = Aliases(model, spec)
+        follow = set(map(id, aliases.tensors))
+        for param in spec.params:
+            grad = param.grad
+            param.data = param.data.to(self.device)
+            if grad is not None:
+                param.grad = grad.to(self.device)
+        for buffer in model.buffers():
+            if id(buffer) not in follow:
+                buffer.data = buffer.data.to(self.device)
+        aliases.follow()
+        for optimizer in optimizers:
+            _move_states(optimizer)
+        model.register_forward_pre_hook(InputCast(torch.float32, self.device), with_kwargs=True)
+
+
+def _of_one(value: Any) -> list[Any]:
+    """Gathers values in a process that is alone."""
+    return [value]
+
+
+def _move_states(optimizer: Optimizer) -> None:
+    """Moves an optimizer's states to its parameters' devices, as Optimizer.load_state_dict does."""
+    for group in optimizer.param_groups:
+        steps_on_device = group.get("capturable") or group.get("fused")
+        for param in group["params"]:
+            state = optimizer.state.get(param, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and (key != "step" or steps_on_device):
+                    state[key] = value.to(param.device)

@@ -49,7 +49,7 @@ class DeviceBackend:
             return None
         link = os.environ.get("CASTOR_DEVICE_LINK", "auto")
         properties = torch.get_device_module(device).get_device_properties(device)
-        everyone = gather((link, _backend_of(device), str(properties.uuid)))
+        everyone = gather((link, backend_of(device), str(properties.uuid)))
         links, backends, devices = map(set, zip(*everyone, strict=True))
         if len(links) > 1 or link not in _LINKS:
             raise UsageError(
@@ -81,7 +81,8 @@ class DeviceBackend:
         return free
 
 
-def _backend_of(device: torch.device) -> str | None:
+def backend_of(device: torch.device) -> str | None:
+    """Returns the name of torch's backend between devices of this type; None: torch has none."""
     try:
         name = distributed.get_default_backend_for_device(device)
     except ValueError:

@@ -15,7 +15,8 @@ from torch.distributed.distributed_c10d import _world
 from castor.runtime.waits import waiting, watch
 
 ProcessGroups = list[distributed.ProcessGroup]
-_lasting: distributed.ProcessGroup | None = None
+_lasting: dict[str, distributed.ProcessGroup] = {}
+"""Lasting groups of all ranks, by their backends."""
 _made: ContextVar[ProcessGroups | None] = ContextVar("_made", default=None)
 
 
@@ -83,18 +84,21 @@ def own_group(parts: Sequence[Sequence[int]], *, backend: str = "gloo") -> distr
     return mine
 
 
-def lasting_group() -> distributed.ProcessGroup:
-    """Returns a process group of all ranks that does not end with a model; always the same one.
+def lasting_group(backend: str = "gloo") -> distributed.ProcessGroup:
+    """Returns a process group of all ranks that does not end with a model; one for each backend.
 
     DTensors need it: torch caches facts about a mesh, with the group's name, and uses them for
     every later mesh of the same ranks. Collective: every rank calls it.
+
+    Args:
+        backend: Backend for host memory, or one for each type of device: "cpu:gloo,cuda:nccl".
     """
-    global _lasting
-    if _lasting is None or _lasting not in _world.pg_map:
-        group = distributed.new_group(backend="gloo", timeout=timeout_of_all())
-        assert isinstance(group, distributed.ProcessGroup)  # all ranks are members
-        _lasting = group
-    return _lasting
+    group = _lasting.get(backend)
+    if group is None or group not in _world.pg_map:
+        made = distributed.new_group(backend=backend, timeout=timeout_of_all())
+        assert isinstance(made, distributed.ProcessGroup)  # all ranks are members
+        group = _lasting[backend] = made
+    return group
 
 
 def timeout_of_all() -> timedelta | None:

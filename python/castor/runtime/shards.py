@@ -116,6 +116,8 @@ def own_shard(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     shards = distribute_tensor(
         values.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None
     )
+    if shards.device != like.device:  # CPUOffloadPolicy keeps shards of a GPU's mesh on the host
+        return shards.to(like.device)
     return shards.clone()
 
 

@@ -66,6 +66,19 @@ TEST_F(DeviceMemoryTest, FreedMemoryBecomesPoisonInTheOrderOfItsStream) {
   EXPECT_EQ(seen, (std::vector{std::byte{7}, kPoison}));
 }
 
+TEST_F(DeviceMemoryTest, FreedMemoryIsOverwrittenWhenItIsReusedIfThatIsAskedFor) {
+  memory_.overwrite_at(DeviceMemory::Overwrite::kReuse);
+  std::byte* const block = memory_.allocate(kBlock, main_);
+  main_->enqueue([block] { *block = std::byte{1}; });
+  memory_.free(block);
+  main_->synchronize();
+  EXPECT_EQ(*block, std::byte{1}) << "a reader that later work of the stream waits for may go on";
+  EXPECT_EQ(memory_.allocate(kBlock, main_), block);
+  main_->synchronize();
+  EXPECT_TRUE(poisoned(block, kBlock));
+  memory_.free(block);
+}
+
 TEST_F(DeviceMemoryTest, ASideStreamThatIsNotRecordedReadsPoison) {
   std::byte* const block = memory_.allocate(kBlock, main_);
   main_->enqueue([block] { *block = std::byte{7}; });
