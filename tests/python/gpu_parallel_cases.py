@@ -179,6 +179,44 @@ def host_waits(directory: Path) -> None:
         boosted.optimizer.step()
 
 
+ZERO = {
+    2: {name: ON_TWO[name] for name in ("llama heads for tokens", "gpt2 all keys")},
+    4: {
+        name: ON_TWO[name]
+        for name in ("gpt2 layers", "llama 1f1b", "mixtral experts", "llama tokens between")
+    },
+}
+"""Layouts in which two ranks have the same shard of the model, by the number of ranks."""
+
+
+def zero_stages(directory: Path) -> None:
+    """Ranks that share no memory shard gradients and weights beside other parallelism.
+
+    Every stage has the bits of stage 1, also behind a save at stage 3 that stage 1 loads.
+    """
+    os.environ["CASTOR_RANK_LINK"] = "group"
+    castor.launch_from_torch()
+    for name, case in ZERO[distributed.get_world_size()].items():
+        results: dict[int, Any] = {}
+        for stage in (1, 2, 3):
+            boosted = case.boost(zero_stage=stage, placement_policy="cpu")
+            losses = case.train(boosted, 0, 2)
+            if stage == 3:
+                boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
+            losses += case.train(boosted, 2, 2)
+            report = boosted.report()
+            assert (report.zero_stage, report.rank_shard_bytes > 0) == (stage, stage == 3)
+            assert (report.rank_gradient_shard_bytes > 0) == (stage > 1)
+            weights = [param.detach().cpu().clone() for param in boosted.model.parameters()]
+            distributed.barrier()  # the others may still read this rank's shards
+            results[stage] = losses, weights
+            assert losses == results[1][0], name
+            assert all(map(torch.equal, weights, results[1][1])), name
+        loaded = case.boost(zero_stage=1, placement_policy="cpu")
+        loaded.booster.load(directory / name, loaded.model, loaded.optimizer)
+        assert case.train(loaded, 2, 2) == results[1][0][2:], name
+
+
 def _expected_link() -> str:
     if os.environ.get("CASTOR_DEVICE_LINK") == "host":
         return ""

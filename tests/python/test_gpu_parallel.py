@@ -174,3 +174,14 @@ def test_the_host_waits_for_no_exchange(monkeypatch: pytest.MonkeyPatch, tmp_pat
                 assert forward <= alone[0], name
             if "tp_size" in case.settings:  # of others, gradients of replicas meet at its end
                 assert backward <= alone[1], name
+
+
+@pytest.mark.parametrize("device", [CPU, SIMULATED[0]])
+@pytest.mark.parametrize("size", [2, 4])
+def test_zero_stages_go_with_other_parallelism(
+    size: int, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if device != CPU:
+        simulated_gpu.require()
+    _on(device, monkeypatch)
+    succeeded(run(gpu_parallel_cases.zero_stages, size, tmp_path, timeout=300))

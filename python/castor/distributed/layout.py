@@ -45,7 +45,7 @@ class RankLayout:
     everyone: Peers | None = None
     """All ranks, for checkpoints; None: each has the full model, and `data` are all ranks."""
     subsets: Mapping[str, list[list[int]]] = field(default_factory=dict)
-    """Subsets of all ranks whose groups are `tensor`, `sequence` and `stages`."""
+    """Subsets of all ranks whose groups are `data`, `tensor`, `sequence` and `stages`."""
     device_backend: DeviceBackend | None = None
     """Backend that sends memory of devices; None: it goes through the host."""
     communicator_bytes: int = 0
@@ -84,12 +84,13 @@ class RankLayout:
         ranks = torch.arange(size).view(-1, stages, sequence_size, tensor_size)
         lines = ranks.permute(0, 2, 3, 1).reshape(-1, stages).tolist()
         subsets = {
+            "data": ranks.permute(1, 3, 0, 2).reshape(stages * tensor_size, -1).tolist(),
             "tensor": ranks.reshape(-1, tensor_size).tolist(),
             "sequence": ranks.transpose(2, 3).reshape(-1, sequence_size).tolist(),
             "stages": lines,
         }
         return cls(
-            data=make_ranks(ranks.permute(1, 3, 0, 2).reshape(stages * tensor_size, -1).tolist()),
+            data=make_ranks(subsets["data"]),
             tensor=_exchanging(subsets["tensor"], rank),
             sequence=_exchanging(subsets["sequence"], rank),
             process=rank,

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from castor.config import GeminiConfig
 from castor.distributed import RankLayout
-from castor.runtime.launched import ranks_of_node
 from castor.runtime.process_groups import own_groups
-from castor.runtime.ranks import may_share_memory
 from castor.runtime.rules import FusedRule
 
 
@@ -50,13 +48,5 @@ def group_of_reads(
             "optimizer that castor does not run takes all of them on every rank; use HybridAdam, "
             "torch.optim.AdamW, SGD or Lion, or zero_stage=1"
         )
-    divided = layout.groups != (layout.data,)
-    if divided and not (ranks_of_node() == size and may_share_memory()):
-        raise NotImplementedError(
-            f"zero_stage={stage} goes with ranks that all have the whole model, where they share "
-            "no memory: leave tp_size, ep_size, sp_size and pp_size at 1, or give zero_stage=1"
-        )
-    if divided:
-        return ""
-    (name,) = own_groups([list(range(size))], 1)
+    (name,) = own_groups(layout.subsets["data"], 1)
     return name
