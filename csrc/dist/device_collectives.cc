@@ -17,14 +17,6 @@ constexpr std::int64_t kGatheredBytes = std::int64_t{64} << 10;
 constexpr int kLooksUntilEnded = 3;
 constexpr int kLooksUntilStopped = 15;
 
-/// Returns the tensor's bytes, which it shares.
-at::Tensor bytes_of(const at::Tensor& tensor) {
-  if (!tensor.is_contiguous()) {
-    throw InvalidArgument("ranks exchange contiguous tensors");
-  }
-  return tensor.detach().view({-1}).view(at::kByte);
-}
-
 /// Returns the sum of the rows, one after the other.
 at::Tensor sum_of(const at::Tensor& rows) {
   const at::ScalarType type = rows.scalar_type();
@@ -38,9 +30,22 @@ at::Tensor sum_of(const at::Tensor& rows) {
 
 }  // namespace
 
-DeviceCollectives::DeviceCollectives(const std::string& group, c10::DeviceType type,
+DeviceCollectives::DeviceCollectives(const std::string& group, c10::Device device,
                                      const Collectives& host)
-    : backend_(backend_for(group, type)), type_(type), host_(host) {}
+    : backend_(backend_for(group, device.type())), device_(device), host_(host) {}
+
+// The tensor's bytes, which it shares.
+at::Tensor DeviceCollectives::bytes_of(const at::Tensor& tensor) const {
+  if (!tensor.is_contiguous()) {
+    throw InvalidArgument("ranks exchange contiguous tensors");
+  }
+  if (tensor.device() != device_) {
+    throw InvalidArgument("a tensor on " + tensor.device().str() +
+                          " goes to other ranks, and this rank computes on " + device_.str() +
+                          ": move it there");
+  }
+  return tensor.detach().view({-1}).view(at::kByte);
+}
 
 void DeviceCollectives::all_reduce(const at::Tensor& values) {
   const at::NoGradGuard no_grad;
@@ -122,14 +127,15 @@ void DeviceCollectives::expect_messages(bool expected) {
   expecting_ = expected;
 }
 
-bool DeviceCollectives::under_way() const { return expecting_ || (last_ && !last_->isCompleted()); }
-
 void DeviceCollectives::look() noexcept {
   try {
     const LostRank lost = host_.find_lost();
     {
       const MutexLock lock(mutex_);
-      if (lost.why.empty() || !aborted_.empty() || !under_way()) {
+      if (last_ && last_->isCompleted()) {
+        last_.reset();
+      }
+      if (lost.why.empty() || !aborted_.empty() || !(expecting_ || last_)) {
         looks_ = 0;
         return;
       }

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DeviceType.h>
+#include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -42,16 +42,17 @@ class DeviceCollectives {
  public:
   /// Takes a process group by its name in torch.distributed, and collectives of the same ranks
   /// through the host, which outlive this. Throws UsageError where there is no such group, or where
-  /// it has no backend for devices of this type.
-  DeviceCollectives(const std::string& group, c10::DeviceType type, const Collectives& host);
+  /// it has no backend for the device.
+  DeviceCollectives(const std::string& group, c10::Device device, const Collectives& host);
 
   /// Returns the backend's name: "nccl".
   [[nodiscard]] std::string backend() const { return backend_->getBackendName(); }
   /// Whether the tensor is on a device of these ranks.
   [[nodiscard]] bool takes(const at::Tensor& tensor) const noexcept {
-    return tensor.device().type() == type_;
+    return tensor.device().type() == device_.type();
   }
 
+  // All throw InvalidArgument if a tensor is on another device than this rank's.
   /// Replaces the values by their sum over the ranks.
   void all_reduce(const at::Tensor& values);
   /// See Collectives; of tensors' bytes.
@@ -74,15 +75,15 @@ class DeviceCollectives {
  private:
   template <typename Begin>
   c10::intrusive_ptr<c10d::Work> begin(const Begin& start);
+  [[nodiscard]] at::Tensor bytes_of(const at::Tensor& tensor) const;
   void gather(at::Tensor own, at::Tensor into);
   void exchange(at::Tensor sent, at::Tensor into);
-  [[nodiscard]] bool under_way() const CASTOR_REQUIRES(mutex_);
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
-  const c10::DeviceType type_;
+  const c10::Device device_;
   const Collectives& host_;
   mutable Mutex mutex_;
-  c10::intrusive_ptr<c10d::Work> last_ CASTOR_GUARDED_BY(mutex_);
+  c10::intrusive_ptr<c10d::Work> last_ CASTOR_GUARDED_BY(mutex_);  // it keeps its tensors alive
   bool expecting_ CASTOR_GUARDED_BY(mutex_) = false;
   int looks_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::string aborted_ CASTOR_GUARDED_BY(mutex_);

@@ -53,11 +53,12 @@ void bind_parts(py::module_& module) {
            }),
            py::kw_only(), py::arg("max_prefetch"), py::arg("warmup_nonmodel_ratio"),
            py::arg("steady_cap_ratio"), py::arg("margin_ratio"));
+  py::class_<Reservation>(module, "Reservation");
   py::class_<SharedBudgets, std::shared_ptr<SharedBudgets>>(module, "SharedBudgets")
       .def(py::init<std::size_t, std::size_t, std::size_t>(), py::kw_only(),
            py::arg("device_bytes"), py::arg("host_bytes"), py::arg("nvme_bytes"))
       .def("take_communicators", &SharedBudgets::take_communicators, py::arg("num_bytes"),
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<py::gil_scoped_release>(), py::keep_alive<0, 1>())
       .def_property_readonly(
           "num_models",
           py::cpp_function(&SharedBudgets::num_models, py::call_guard<py::gil_scoped_release>()));

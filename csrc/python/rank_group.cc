@@ -73,8 +73,8 @@ class RankTensors {
 
   [[nodiscard]] const std::string& link() const noexcept { return linked_.link; }
   [[nodiscard]] Collectives& ranks() const noexcept { return *linked_.groups[0]; }
-  void use_device_group(const std::string& group, const std::string& type) {
-    device_ = std::make_unique<DeviceCollectives>(group, c10::Device(type).type(), ranks());
+  void use_device_group(const std::string& group, const std::string& device) {
+    device_ = std::make_unique<DeviceCollectives>(group, c10::Device(device), ranks());
   }
   [[nodiscard]] std::string device_backend() const { return device_ ? device_->backend() : ""; }
   [[nodiscard]] bool sends_from_device(const at::Tensor& tensor) const noexcept {
@@ -237,8 +237,8 @@ void bind_rank_group(py::module_& module) {
       .def("ring_shift", &RankTensors::ring_shift, py::arg("sent"), py::arg("into"), Released())
       .def("begin_ring_shift", &RankTensors::begin_ring_shift, py::arg("sent"), py::arg("into"),
            Released())
-      .def("use_device_group", &RankTensors::use_device_group, py::arg("group"),
-           py::arg("device_type"), Released())
+      .def("use_device_group", &RankTensors::use_device_group, py::arg("group"), py::arg("device"),
+           Released())
       .def_property_readonly("device_backend", &RankTensors::device_backend)
       .def("sends_from_device", &RankTensors::sends_from_device, py::arg("tensor"))
       .def("expect_messages", &RankTensors::expect_messages, py::arg("expected"), Released())

@@ -11,13 +11,11 @@ std::size_t SharedBudgets::num_models() const {
   return numbers_.size();
 }
 
-void SharedBudgets::take_communicators(std::size_t bytes) {
-  Reservation taken = communicators_.reserve(
+Reservation SharedBudgets::take_communicators(std::size_t bytes) {
+  return communicators_.reserve(
       bytes,
       "communicators between the ranks' devices take this memory: give more device_memory, "
       "or set CASTOR_DEVICE_LINK=host, with which tensors go through host memory");
-  const MutexLock lock(mutex_);
-  taken_.push_back(std::move(taken));
 }
 
 std::size_t SharedBudgets::take_number() {

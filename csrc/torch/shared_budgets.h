@@ -4,7 +4,6 @@
 #include <memory>
 #include <set>
 #include <string>
-#include <vector>
 
 #include "core/budget.h"
 #include "core/ledger.h"
@@ -32,9 +31,9 @@ class SharedBudgets {
   [[nodiscard]] const std::shared_ptr<Budget>& nvme() const noexcept { return nvme_; }
   [[nodiscard]] const std::shared_ptr<RuntimeGroup>& runtimes() const noexcept { return runtimes_; }
 
-  /// Takes device memory that process groups have for their communicators, as long as these
-  /// budgets live. Throws OutOfMemory.
-  void take_communicators(std::size_t bytes);
+  /// Takes device memory that a model's process groups have for their communicators. The budgets
+  /// outlive the reservation. Throws OutOfMemory.
+  [[nodiscard]] Reservation take_communicators(std::size_t bytes);
 
   /// Returns the number of models that have joined and are not gone.
   [[nodiscard]] std::size_t num_models() const;
@@ -77,8 +76,7 @@ class SharedBudgets {
       std::make_shared<NonModelMemory>(std::make_shared<Ledger>(device_, ""));
   Ledger communicators_{device_, ""};
   mutable Mutex mutex_;
-  std::vector<Reservation> taken_ CASTOR_GUARDED_BY(mutex_);  // of communicators_
-  std::set<std::size_t> numbers_ CASTOR_GUARDED_BY(mutex_);   // of num_models()
+  std::set<std::size_t> numbers_ CASTOR_GUARDED_BY(mutex_);  // of num_models()
   std::shared_ptr<DeviceAccount> account_ CASTOR_GUARDED_BY(mutex_);
 };
 

@@ -6,7 +6,7 @@ returned as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,31 @@ def on_host(x: torch.Tensor) -> torch.Tensor:
     if x.device.type in _OF_THE_HOST:
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x.detach())
+
+
+def moved(x: torch.Tensor, sent_from: torch.device) -> torch.Tensor:
+    """Returns a contiguous tensor's values on the device that a process group sends from."""
+    if x.device == sent_from:
+        return x
+    return on_host(x) if sent_from.type in _OF_THE_HOST else x.to(sent_from)
+
+
+def exchange(
+    operation: Callable[..., Any], tensor: torch.Tensor, group: distributed.ProcessGroup, peer: int
+) -> None:
+    """Sends a tensor to a rank of the group, or receives one (distributed.isend, irecv).
+
+    As a batch: NCCL sends alone over a communicator of the two ranks, which it makes then.
+
+    Args:
+        operation: distributed.isend or distributed.irecv.
+        tensor: Tensor to send, or to receive into, on the device of the group.
+        group: Process group.
+        peer: Number of the other rank in the group.
+    """
+    message = distributed.P2POp(operation, tensor, group=group, group_peer=peer)
+    for work in distributed.batch_isend_irecv([message]):
+        work.wait()
 
 
 def from_host(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -59,7 +84,7 @@ def broadcast(
         sent = torch.empty(tuple(shape), dtype=dtype, device=sent_from)
     else:
         own = own.contiguous()
-        sent = own if own.device == sent_from else on_host(own)
+        sent = moved(own, sent_from)
     distributed.broadcast(sent, group=group, group_src=source)
     return from_host(sent, device) if own is None else own
 

@@ -123,7 +123,7 @@ class RankLayout:
             ranks.use_device_link(
                 DeviceLink(ranks.tensors, backend.group(self.subsets[name]), device)
             )
-        taken = max(0, free - backend.free_bytes())
+        taken = max(self.gather(max(0, free - backend.free_bytes())))
         return replace(self, device_backend=backend, communicator_bytes=taken)
 
     def peers_of_stages(self, numbers: Sequence[int]) -> TensorRanks | None:

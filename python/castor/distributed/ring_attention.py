@@ -78,6 +78,7 @@ class Ring:
         # One thread, so that all ranks send the same tensors in the same order.
         self._thread = ThreadPoolExecutor(1, "castor-ring")
         self._last: Future[torch.Tensor] | None = None
+        self._on_device: list[_C.DeviceWork] = []
 
     @property
     def num_pieces(self) -> int:
@@ -111,7 +112,9 @@ class Ring:
         """
         if self.ranks.tensors.sends_from_device(sent):
             on_device = torch.empty_like(sent)
-            return ComingOnDevice(self.ranks.tensors.begin_ring_shift(sent, on_device), on_device)
+            work = self.ranks.tensors.begin_ring_shift(sent, on_device)
+            self._on_device.append(work)
+            return ComingOnDevice(work, on_device)
         # The other thread sees host memory only, since each thread has its own streams.
         own = on_host(sent)
         received = torch.empty_like(own, pin_memory=own is not sent)
@@ -132,6 +135,9 @@ class Ring:
             if self._last:
                 wait([self._last])
             self._last = None
+            for work in self._on_device:  # what is received may be freed from here on
+                work.wait()
+            self._on_device.clear()
 
 
 class _Seen(Enum):

@@ -44,19 +44,25 @@ def run_collectively(
     lost = False
     link = parallel.ranks.device_link
     parallel.running = True
-    try:
-        with (
-            link.expecting() if link else nullcontext(),
-            _own_random_numbers(parallel) if model.training else nullcontext(),
-        ):
-            own = work()
-    except Exception as error:
-        failure = _unwrapped(error)
-        lost = _lost_a_rank(failure) or bool(link and link.lost)
-        parallel.disconnect()  # others wait for sends that will not come
-    finally:
-        parallel.running = False
-    return _of_all(parallel, own, failure, lost=lost)  # type: ignore[return-value]  # None: failed
+    # Also while ranks tell each other of the outcome: this one's device may still receive.
+    with link.expecting() if link else nullcontext():
+        try:
+            with _own_random_numbers(parallel) if model.training else nullcontext():
+                own = work()
+            if link:
+                link.check()
+        except Exception as error:
+            failure = _unwrapped(error)
+            lost = _lost_a_rank(failure) or bool(link and link.lost)
+            parallel.disconnect()  # others wait for sends that will not come
+        finally:
+            parallel.running = False
+        try:
+            return _of_all(parallel, own, failure, lost=lost)  # type: ignore[return-value]
+        except Exception:
+            if link:
+                link.fail()  # its device may wait for ranks that have failed
+            raise
 
 
 def _of_all(

@@ -9,7 +9,7 @@ import torch
 from torch import distributed, nn
 from torch.utils._pytree import tree_map
 
-from castor.distributed.device_copies import broadcast, from_host, on_host
+from castor.distributed.device_copies import broadcast, exchange, from_host, moved
 from castor.distributed.enclosing_modules import modules_enclosing_blocks
 from castor.distributed.encoder_forward import complete
 from castor.distributed.inputs import asked_of, by_name, check_inputs, find_cache
@@ -102,15 +102,12 @@ class StagedForward(WrappedForward):
         if index not in (0, decoder) and owners[index - 1] == rank:
             sent = transfer.join(hidden, index).contiguous()
             with parallel.awaiting():
-                distributed.send(
-                    sent if sent.device == device else on_host(sent),
-                    group=group, group_dst=owners[index],
-                )  # fmt: skip
+                exchange(distributed.isend, moved(sent, device), group, owners[index])
         if index + 1 not in (decoder, len(owners)) and owners[index + 1] == rank:
             rows, tokens = hidden.shape[:2]
             received = transfer.empty(rows, tokens, index + 1, device=device)
             with parallel.awaiting():
-                distributed.recv(received, group=group, group_src=owners[index])
+                exchange(distributed.irecv, received, group, owners[index])
             hidden = transfer.split(from_host(received, hidden.device), index + 1)
         return hidden
 

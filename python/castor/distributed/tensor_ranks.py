@@ -85,8 +85,11 @@ class TensorRanks(Peers):
 
         Raises:
             UsageError: Two ranks are at different places; every rank raises it.
+            Error: A rank is gone, or was lost while the device waited for it.
         """
         given = self.tensors.gather_bytes(pickle.dumps((place, value)), f"is at {place}")
+        if link := self.device_link:
+            link.check()
         everyone: list[tuple[str, Any]] = [pickle.loads(one) for one in given]
         for rank, (other, _) in enumerate(everyone):
             if other != everyone[0][0] and not unless(everyone[0][0], other):

@@ -40,6 +40,7 @@ def engine_settings(
     state_format: StateFormat,
     layout: RankLayout,
     budgets: _C.SharedBudgets,
+    communicators: _C.Reservation,
     reads: str,
 ) -> EngineSettings:
     """Makes the settings of the engine.
@@ -50,6 +51,7 @@ def engine_settings(
         state_format: Chosen format of masters and of the rule's states.
         layout: Layout of the ranks; those with the same shard share the model.
         budgets: Budgets of the model, shared with the plugin's other models (budgets_of).
+        communicators: Reservation of layout.communicator_bytes, which the engine keeps.
         reads: Process group that group_of_reads returns.
     """
     margin = config.gpu_margin_mem_ratio
@@ -103,4 +105,5 @@ def engine_settings(
         extra_dp_size=config.extra_dp_size if layout.data else 1,
         device_link=layout.device_backend.name if layout.device_backend else "",
         communicator_bytes=layout.communicator_bytes,
+        communicators=communicators,
     )

@@ -423,7 +423,7 @@ class GeminiPlugin:
         )  # fmt: skip
         layout = layout.connect_devices(torch.device(config.device))
         budgets = budgets_of(self, self.config)
-        budgets.take_communicators(layout.communicator_bytes)
+        communicators = budgets.take_communicators(layout.communicator_bytes)
         reads = group_of_reads(config, rules, layout)
         parallelized = self._parallel_config.parallelize(
             model, optimizers, layout, state_format=choice.state_format
@@ -436,6 +436,7 @@ class GeminiPlugin:
                 state_format=choice.state_format,
                 layout=layout,
                 budgets=budgets,
+                communicators=communicators,
                 reads=reads,
             ),
             updated=held,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from castor import _C
-from castor.errors import UsageError
+from castor.errors import Error, UsageError
 from castor.runtime.process_groups import own_group
 from castor.runtime.waits import watch_link
 
@@ -108,7 +108,7 @@ class DeviceLink:
             group: Process group of the same ranks in the same order, for memory of devices.
             device: Device of this rank.
         """
-        tensors.use_device_group(group.group_name, device.type)
+        tensors.use_device_group(group.group_name, str(device))
         self.group = group
         self.device = device
         self._tensors = tensors
@@ -133,12 +133,24 @@ class DeviceLink:
             self._expecting = False
 
     def fail(self) -> None:
-        """Tells the other ranks that this one cannot go on, and ends what waits for them."""
-        self._store.set("failed", "1")
+        """Ends what waits for the other ranks, and tells them that this one cannot go on."""
         self._tensors.abort_device("this rank could not go on")
+        with suppress(RuntimeError):  # the rank that keeps the store has ended
+            self._store.set("failed", "1")
+
+    def check(self) -> None:
+        """Raises Error if a rank is lost: what the device has computed since is undefined."""
+        if lost := self.lost:
+            raise Error(
+                f"{lost}, and what this rank's device received is undefined: start all again from "
+                "the last checkpoint"
+            )
 
     def look(self) -> None:
         """Ends work of the device that waits for a rank which is lost. Called once a second."""
         self._tensors.look()
-        if self._expecting and not self.lost and self._store.check(["failed"]):
-            self._tensors.abort_device("another rank could not go on")
+        if not self._expecting or self.lost:
+            return
+        with suppress(RuntimeError):  # the rank that keeps the store has ended, which is noticed
+            if self._store.check(["failed"]):
+                self._tensors.abort_device("another rank could not go on")

@@ -80,6 +80,8 @@ class EngineSettings:
     """Backend that sends tensors from device to device; "": they go through the host."""
     communicator_bytes: int = 0
     """Device memory that its communicators take."""
+    communicators: _C.Reservation | None = None
+    """Reservation of that memory in the device budget."""
     extra_dp_size: int = 1
     """Number of copies of the weights that ranks keep in shards."""
 

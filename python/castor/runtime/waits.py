@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -34,6 +34,8 @@ _NOT_THE_USERS = (f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).paren
 _registry: dict[str | tuple[str, type[Warning], int], int] = {}
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
 _links_lock = threading.Lock()
+_over = threading.Event()
+_SECONDS_TO_END = 5.0
 _served: set[int] = set()
 """Identifiers of threads that wait while another rank works for all."""
 
@@ -41,7 +43,18 @@ _served: set[int] = set()
 @cache
 def watch() -> None:
     """Starts a thread that watches waits for other ranks; once per process."""
-    threading.Thread(target=_look, name="castor waits", daemon=True).start()
+    thread = threading.Thread(target=_look, name="castor waits", daemon=True)
+    thread.start()
+    atexit.register(_end, thread)
+
+
+def _end(thread: threading.Thread) -> None:
+    """Ends the thread before Python ends.
+
+    A daemon that takes Python's lock then is ended within destructors of C++, which aborts.
+    """
+    _over.set()
+    thread.join(_SECONDS_TO_END)
 
 
 def watch_link(link: Link) -> None:
@@ -76,14 +89,17 @@ def served_by_another() -> Iterator[None]:
             _served.discard(thread)
 
 
+def _look_at_links() -> None:
+    """Looks at each link; a function of its own, so that no variable keeps one alive."""
+    with _links_lock:
+        links = list(_links)
+    for link in links:
+        link.look()
+
+
 def _look() -> None:
-    while True:
-        time.sleep(PATIENCE_SECONDS / _LOOKS)
-        with _links_lock:
-            links = list(_links)
-        for link in links:
-            link.look()
-        del links
+    while not _over.wait(PATIENCE_SECONDS / _LOOKS):
+        _look_at_links()
         if told := _C.long_wait(_LOOKS, served=list(_served)):
             _tell(*told)
 
