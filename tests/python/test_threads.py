@@ -332,15 +332,14 @@ def test_training_beside_evaluation_is_training_alone(
         outputs.append(reference.model(x))
 
     boosted = boosted_tower()
-    stop = threading.Event()
+    begun, stop = threading.Event(), threading.Event()
     strange: list[torch.Tensor] = []
-    evaluated: list[int] = []
 
     def evaluate() -> None:
         while not stop.is_set():
             with torch.no_grad():
                 output = boosted.model(x)
-            evaluated.append(1)
+            begun.set()
             if not any(torch.equal(output, one) for one in outputs):
                 strange.append(output)
 
@@ -348,6 +347,7 @@ def test_training_beside_evaluation_is_training_alone(
 
     def train() -> None:
         try:
+            begun.wait(60)  # eight small steps may be over before another thread has had a turn
             losses.extend(go_on(boosted, steps=steps))
         finally:
             stop.set()
@@ -355,7 +355,7 @@ def test_training_beside_evaluation_is_training_alone(
     assert in_threads(train, evaluate, evaluate) == []
     assert losses == expected
     assert strange == []
-    assert evaluated
+    assert begun.is_set()
     with torch.no_grad():
         assert torch.equal(boosted.model(x), outputs[-1])
 
