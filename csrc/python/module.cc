@@ -278,7 +278,7 @@ py::dict memory(Session& session) {
   return figures;
 }
 
-/// Where the step is: its events so far, and the bytes now that are not the model's chunks.
+/// Returns the position in the step: its events so far, and the bytes of non-model data now.
 std::pair<std::size_t, std::uint64_t> step_position(Session& session) {
   const auto [events, others] = without_gil([&] {
     return std::pair(session.runtime().num_events(), session.runtime().bytes_of_others());

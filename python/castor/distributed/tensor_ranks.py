@@ -21,6 +21,9 @@ from castor.errors import UsageError
 from castor.runtime.device_groups import DeviceLink
 from castor.runtime.ranks import Peers, common_memory_mark
 
+BETWEEN_PASSES = "what ranks tell each other between passes (a step, a save)"
+"""Place of a gather outside of passes, for messages."""
+
 
 def _never(_place: str, _other: str) -> bool:
     return False
@@ -65,11 +68,14 @@ class TensorRanks(Peers):
         Raises:
             UsageError: A rank is within a pass; every rank raises it.
         """
-        return self.gather_at("what ranks tell each other between passes (a step, a save)", value)
+        return self.gather_at(BETWEEN_PASSES, value)
 
     def gather_at(self, place: str, value: Any) -> list[Any]:
         """Gathers as gather does; UsageError names two ranks that are at different places."""
-        return [given for _, given in self.hear(place, value)]
+        heard = self.hear(place, value)
+        if link := self.device_link:
+            link.check()
+        return [given for _, given in heard]
 
     def hear(
         self, place: str, value: Any, *, unless: Callable[[str, str], bool] = _never
@@ -85,11 +91,8 @@ class TensorRanks(Peers):
 
         Raises:
             UsageError: Two ranks are at different places; every rank raises it.
-            Error: A rank is gone, or was lost while the device waited for it.
         """
         given = self.tensors.gather_bytes(pickle.dumps((place, value)), f"is at {place}")
-        if link := self.device_link:
-            link.check()
         everyone: list[tuple[str, Any]] = [pickle.loads(one) for one in given]
         for rank, (other, _) in enumerate(everyone):
             if other != everyone[0][0] and not unless(everyone[0][0], other):
