@@ -181,10 +181,6 @@ def refused(_: Path) -> None:
             print(_said(lambda stage=stage: boost(TOWER, zero_stage=stage, extra_dp_size=2)))  # type: ignore[misc]
         print(_said(lambda: boost(TOWER, zero_stage=3, extra_dp_size=3)))
         print(_said(lambda: boost(TOWER, zero_stage=3, extra_dp_size=1 + rank % 2)))
-        hybrid = castor.HybridParallelPlugin(
-            tp_size=2, device="cpu", tp_plan={}, zero_stage=3, extra_dp_size=2
-        )
-        print(_said(lambda: castor.Booster(hybrid).boost(tower())))
         torchs = replace(TOWER, optimizer=lambda params: torch.optim.Adagrad(params))
         print(_said(lambda: boost(torchs, zero_stage=3, extra_dp_size=2)))
 
