@@ -1,10 +1,9 @@
 """Checks the layers of castor: who may include or import whom.
 
 Usage: check_layers.py [ROOT]. Prints "file:line: rule: what is wrong" for each violation, and
-exits 1 if there is one. csrc/core depends on nothing; host, io, optim, parallel and cuda depend on
-core and never on each other, but for cuda, which takes ELEMENT_HEADERS; torch, dist and python sit
-on top. Each third-party library has the layers that include it. In Python a module imports only
-what stands before it in PY_ORDER.
+exits 1 if there is one. A layer of csrc includes itself and the layers that LAYERS names for it, so
+no file includes upward. csrc/cuda takes ELEMENT_HEADERS besides. Each third-party library has the
+layers that include it. In Python a module imports only what stands before it in PY_ORDER.
 """
 
 import ast
@@ -15,10 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CORE = "core"
-SIDE_LAYERS = frozenset({"host", "io", "optim", "parallel", "cuda"})
-TOP_LAYERS = frozenset({"dist", "torch", "python"})
-LAYERS = SIDE_LAYERS | TOP_LAYERS | {CORE}
-
+_RANKS = frozenset({CORE, "host", "io", "optim"})
+_STORE = _RANKS | {"parallel", "ranks"}
+_TORCH = _STORE | {"cuda", "store"}
+# The layers that a layer of csrc may include, besides itself.
+LAYERS: dict[str, frozenset[str]] = {
+    CORE: frozenset(),
+    **dict.fromkeys(("host", "io", "optim", "parallel", "cuda"), frozenset({CORE})),
+    "ranks": _RANKS,
+    "store": _STORE,
+    "torch": _TORCH,
+    "c10d": _TORCH | {"torch"},
+    "python": _TORCH | {"torch", "c10d"},
+}
+TORCH_LAYERS = frozenset({"torch", "c10d", "python"})
 
 # What csrc/cuda may take of csrc/optim: the functions of one element and what they work on, so that
 # a kernel and a CPU loop are one source.
@@ -39,9 +48,9 @@ OWNED_HEADERS: tuple[tuple[str, frozenset[str], str], ...] = (
     (r"sys/mman\.h$|numa(if)?\.h$", frozenset({"host"}), "memory mapping"),
     (r"liburing", frozenset({"io"}), "liburing"),
     (r"xxh", frozenset({"io"}), "xxhash"),
-    (r"torch/|ATen/|c10/", TOP_LAYERS, "torch"),
+    (r"torch/|ATen/|c10/", TORCH_LAYERS, "torch"),
     (r"pybind11/", frozenset({"python"}), "pybind11"),
-    (r"Python\.h$", TOP_LAYERS, "the Python C API"),
+    (r"Python\.h$", TORCH_LAYERS, "the Python C API"),
     (r"cuda|cublas|nccl|nvtx|cub/|thrust/", frozenset({"cuda", "torch"}), "CUDA"),
 )
 
@@ -122,13 +131,14 @@ def include_problem(layer: str, header: str, quoted: bool) -> tuple[str, str] | 
     """(rule, message) when `layer` may not include `header`, else None."""
     target = header.split("/")[0]
     if quoted and "/" in header and target in LAYERS:
-        if layer in TOP_LAYERS or target in {layer, CORE}:
+        if target in LAYERS[layer] | {layer}:
             return None
         if layer == "cuda" and header in ELEMENT_HEADERS:
             return None
         if layer == CORE:
             return "core-is-alone", f"core includes nothing above itself; found {header}"
-        return "side-layers-are-blind", f"{layer} may include core and itself, not {header}"
+        allowed = ", ".join(sorted(LAYERS[layer]))
+        return "include-order", f"{layer} may include itself and {allowed}, not {header}"
     if quoted:
         return (
             "project-include-style",

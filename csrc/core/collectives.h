@@ -18,7 +18,7 @@ struct LostRank {
 };
 
 /// Seam between the ranks that train one model together: process groups, and memory that ranks
-/// share (csrc/dist); threads of one process in tests. Every rank makes the same calls in the same
+/// share (csrc/ranks); threads of one process in tests. Every rank makes the same calls in the same
 /// order. Each call returns when it is done on this rank, and throws Error where another rank is
 /// gone. One call at a time.
 class Collectives {

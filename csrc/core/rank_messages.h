@@ -20,7 +20,7 @@ class RankMessage {
   virtual void stop() noexcept = 0;
 };
 
-/// Seam for messages from one rank to another, without a collective: process groups in csrc/dist,
+/// Seam for messages from one rank to another, without a collective: process groups in csrc/c10d,
 /// threads of one process in tests. Messages between two ranks that have the same tag arrive in
 /// order. Thread-safe.
 class RankMessages {

@@ -22,7 +22,7 @@ enum class PayloadContents {
 enum class Verification { kOff, kOn };
 
 /// Source of bytes that are in no file because other ranks have them. Seam: WeightShards in
-/// csrc/dist, fakes in tests. Thread-safe.
+/// csrc/ranks, fakes in tests. Thread-safe.
 class PayloadSource {
  public:
   virtual ~PayloadSource() = default;

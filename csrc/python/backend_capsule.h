@@ -5,13 +5,13 @@
 #include <memory>
 #include <utility>
 
-#include "torch/device_backend.h"
+#include "store/device_backend.h"
 
 namespace castor {
 
 /// Name of the capsule that carries a std::shared_ptr<DeviceBackend> to castor._C.Session. All
 /// modules come from one build: the name changes with the interface.
-inline constexpr const char* kDeviceBackendCapsule = "castor.DeviceBackend.5";
+inline constexpr const char* kDeviceBackendCapsule = "castor.DeviceBackend.6";
 
 [[nodiscard]] inline pybind11::capsule capsule_of(std::shared_ptr<DeviceBackend> backend) {
   return {new std::shared_ptr<DeviceBackend>(std::move(backend)), kDeviceBackendCapsule,

@@ -15,13 +15,13 @@
 #include <utility>
 #include <vector>
 
-#include "dist/group_messages.h"
-#include "dist/linked_groups.h"
-#include "dist/rank_waits.h"
+#include "c10d/group_messages.h"
+#include "c10d/linked_groups.h"
 #include "python/backend_capsule.h"
 #include "python/bindings.h"
 #include "python/module_hooks.h"
 #include "python/names.h"
+#include "ranks/rank_waits.h"
 #include "torch/chunk_storages.h"
 #include "torch/cpu_backend.h"
 #include "torch/saved_variables.h"

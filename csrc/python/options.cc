@@ -12,7 +12,7 @@
 
 #include "python/bindings.h"
 #include "python/names.h"
-#include "torch/session_options.h"
+#include "store/session_options.h"
 
 namespace py = pybind11;
 

@@ -13,16 +13,16 @@
 #include <utility>
 #include <vector>
 
+#include "c10d/device_collectives.h"
+#include "c10d/group_collectives.h"
+#include "c10d/linked_groups.h"
+#include "c10d/on_host.h"
 #include "core/collectives.h"
 #include "core/error.h"
-#include "dist/device_collectives.h"
-#include "dist/group_collectives.h"
-#include "dist/linked_groups.h"
-#include "dist/on_host.h"
-#include "dist/rank_sums.h"
-#include "dist/rank_waits.h"
 #include "python/bindings.h"
 #include "python/state_tensors.h"
+#include "ranks/rank_sums.h"
+#include "ranks/rank_waits.h"
 
 namespace py = pybind11;
 

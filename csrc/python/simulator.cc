@@ -27,9 +27,9 @@
 #include "python/bindings.h"
 #include "python/names.h"
 #include "python/state_tensors.h"
+#include "store/storage_plan.h"
 #include "torch/optimizer_state.h"
 #include "torch/step_recorder.h"
-#include "torch/storage_plan.h"
 
 namespace py = pybind11;
 

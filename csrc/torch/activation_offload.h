@@ -14,7 +14,7 @@
 
 #include "core/memory_tier.h"
 #include "core/mutex.h"
-#include "torch/activation_pages.h"
+#include "store/activation_pages.h"
 #include "torch/chunk_storages.h"
 #include "torch/session.h"
 

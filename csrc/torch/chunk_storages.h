@@ -15,6 +15,7 @@
 
 #include "core/chunk_manager.h"
 #include "core/mutex.h"
+#include "store/address_follower.h"
 #include "torch/storage_writes.h"
 
 namespace castor {
@@ -110,7 +111,7 @@ void allow(const c10::Storage& storage) noexcept;
 /// good.
 ///
 /// Owned by the session; guarded by the runtime's mutex once training runs.
-class ChunkStorages final : public ParamBinder {
+class ChunkStorages final : public ParamBinder, public AddressFollower {
  public:
   /// Makes the storages, on `device`; they point nowhere until bind().
   ChunkStorages(const ChunkLayout& layout, c10::Device device);
@@ -140,9 +141,8 @@ class ChunkStorages final : public ParamBinder {
   void for_each(ChunkId chunk, const std::function<void(const c10::Storage&)>& use) const;
 
   void bind(ChunkId chunk, std::byte* address) noexcept override { point_at(chunk, address); }
-  /// Does what bind() does: points the chunk's storages into the chunk at `address`; nullptr:
-  /// nowhere.
-  void point_at(ChunkId chunk, std::byte* address) const noexcept;
+  /// Does what bind() does.
+  void point_at(ChunkId chunk, std::byte* address) const noexcept override;
   void copy_on_device(std::span<const std::byte> source, std::byte* target) override;
   void snapshot(ChunkId chunk) noexcept override;
   [[nodiscard]] bool written_since_snapshot(ChunkId chunk) const noexcept override;

@@ -5,6 +5,7 @@
 #include "parallel/async_copy_engine.h"
 #include "torch/counting_allocator.h"
 #include "torch/torch_copy_engine.h"
+#include "torch/torch_device.h"
 
 namespace castor {
 namespace {
@@ -14,7 +15,7 @@ class CpuBackend final : public DeviceBackend {
   explicit CpuBackend(std::uint64_t link_bytes_per_second)
       : link_bytes_per_second_(link_bytes_per_second) {}
 
-  [[nodiscard]] c10::Device device() const noexcept override { return c10::kCPU; }
+  [[nodiscard]] DeviceId device() const noexcept override { return device_id(c10::kCPU); }
   [[nodiscard]] DeviceKernels* kernels() noexcept override { return nullptr; }
 
   // At memory speed a copy is over soonest when all cores take part; a link leaves them free.

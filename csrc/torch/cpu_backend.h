@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "torch/device_backend.h"
+#include "store/device_backend.h"
 
 namespace castor {
 

@@ -14,7 +14,7 @@
 #include "core/memory_tier.h"
 #include "core/mutex.h"
 #include "core/nonmodel_memory.h"
-#include "torch/device_backend.h"
+#include "store/device_backend.h"
 
 namespace castor {
 

@@ -14,9 +14,10 @@
 
 #include "core/error.h"
 #include "optim/gradient.h"
-#include "torch/chunk_pins.h"
+#include "store/chunk_pins.h"
 #include "torch/counting_allocator.h"
 #include "torch/step_hooks.h"
+#include "torch/torch_device.h"
 #include "torch/uses.h"
 
 namespace castor {
@@ -55,14 +56,15 @@ bool in_graph(const Gradient& gradient, const at::Tensor& grad) {
 }  // namespace
 
 GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> params,
-                           StoredWeights* weights, GradientShards* shards, Executor& executor,
-                           const SessionDevice& device, bool scaled,
+                           StoredWeights* weights, GradientShards* shards, GradientStorages& absent,
+                           Executor& executor, const SessionDevice& device, bool scaled,
                            const std::shared_ptr<MemoryTier>& shared_tier)
     : manager_(manager),
       layout_(manager.layout()),
       params_(params),
       weights_(weights),
       shards_(shards),
+      absent_(absent),
       executor_(executor),
       device_(device),
       scaled_(scaled),
@@ -115,18 +117,18 @@ bool GradientSink::sharded(ChunkId chunk) const {
 c10::Storage GradientSink::make_storage(ParamId param) const {
   const ChunkId chunk = layout_.place(param).chunk;
   if (sharded(chunk)) {
-    return shards_->storage(param);
+    return absent_.storage(param);
   }
   const auto& payload = manager_.payload(chunk, PayloadKind::kGrad);
   if (!payload) {
     return {};
   }
   if (stored(chunk)) {
-    return weights_->gradient_storage(param);
+    return absent_.storage(param);
   }
   const ParamSpec& spec = layout_.param(param);
   return storage_over(payload, layout_.place(param).offset * size_of(spec.type),
-                      spec.numel * size_of(spec.type), device_.torch_device());
+                      spec.numel * size_of(spec.type), to_torch(device_.id()));
 }
 
 at::Tensor GradientSink::make_view(ParamId param) const {
@@ -193,10 +195,9 @@ void GradientSink::separate_storage(ParamId param) {
   const Uncharged uncharged;  // as gradients of which castor takes no notice
   at::Tensor copy = now.clone(at::MemoryFormat::Preserve);
   const c10::Storage before = gradient.storage;
-  gradient.storage =
-      sharded(chunk)  ? (shards_->renew_storage(param), shards_->storage(param))
-      : stored(chunk) ? (weights_->renew_gradient_storage(param), weights_->gradient_storage(param))
-                      : make_storage(param);
+  gradient.storage = sharded(chunk) || stored(chunk)
+                         ? (absent_.renew(param), absent_.storage(param))
+                         : make_storage(param);
   give_memory(before, std::move(copy));
 }
 

@@ -13,13 +13,14 @@
 
 #include "core/rank_meeting.h"
 #include "core/runtime.h"
+#include "store/gradient_shards.h"
+#include "store/session_device.h"
+#include "store/stored_weights.h"
 #include "torch/chunk_storages.h"
 #include "torch/gradient_copies.h"
-#include "torch/gradient_shards.h"
+#include "torch/gradient_storages.h"
 #include "torch/param_gradient.h"
-#include "torch/session_device.h"
 #include "torch/step_events.h"
-#include "torch/stored_weights.h"
 #include "torch/tensor_gate.h"
 #include "torch/torch_versions.h"
 
@@ -44,12 +45,14 @@ namespace castor {
 class GradientSink {
  public:
   /// Adds the gradient payloads of every trainable chunk to `manager`, except those that are
-  /// sharded in `shards` (nullptr: none are). On the host, chunks that ranks update in shards take
+  /// sharded in `shards` (nullptr: none are). `absent`: storages of the gradients that `weights`
+  /// or `shards` bring into memory. On the host, chunks that ranks update in shards take
   /// their payloads from `shared_tier` (nullptr: the manager's tier). `params` are in ParamId
   /// order. `scaled`: gradients may carry a loss scale. All arguments outlive this. Throws
   /// OutOfMemory.
   GradientSink(ChunkManager& manager, std::span<const ParamHandle> params, StoredWeights* weights,
-               GradientShards* shards, Executor& executor, const SessionDevice& device, bool scaled,
+               GradientShards* shards, GradientStorages& absent, Executor& executor,
+               const SessionDevice& device, bool scaled,
                const std::shared_ptr<MemoryTier>& shared_tier = nullptr);
   ~GradientSink();  // in the .cc file: Node is incomplete here
   GradientSink(const GradientSink&) = delete;
@@ -173,6 +176,7 @@ class GradientSink {
   const std::span<const ParamHandle> params_;
   StoredWeights* const weights_;
   GradientShards* const shards_;
+  GradientStorages& absent_;
   Executor& executor_;
   const SessionDevice& device_;
   const bool scaled_;

@@ -9,6 +9,7 @@
 
 #include "core/chunk_layout.h"
 #include "core/mutex.h"
+#include "store/address_follower.h"
 
 namespace castor {
 
@@ -16,8 +17,8 @@ namespace castor {
 /// own: on NVMe, or sharded over ranks. The storages point nowhere until the chunk's gradients are
 /// brought into memory.
 ///
-/// Owned by the object that brings them. Thread-safe.
-class GradientStorages {
+/// Owned by the session. Thread-safe.
+class GradientStorages final : public AddressFollower {
  public:
   /// Makes the storages of the chunks that `chunks` marks, on `device`. `layout` outlives this.
   GradientStorages(const ChunkLayout& layout, const std::vector<bool>& chunks, c10::Device device);
@@ -27,8 +28,7 @@ class GradientStorages {
   /// Puts a new storage in the place of the gradient's, with the same address. Returns the old one,
   /// which points there as well.
   c10::Storage renew(ParamId param);
-  /// Points the chunk's storages into its gradients at `address`; nullptr: nowhere.
-  void point_at(ChunkId chunk, std::byte* address) const noexcept;
+  void point_at(ChunkId chunk, std::byte* address) const noexcept override;
   void for_each(ChunkId chunk, const std::function<void(const c10::Storage&)>& use) const;
 
  private:

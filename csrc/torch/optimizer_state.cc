@@ -11,9 +11,19 @@
 #include "optim/convert.h"
 #include "optim/rule_of_type.h"
 #include "optim/state_convert.h"
+#include "torch/torch_device.h"
 
 namespace castor {
 namespace {
+
+at::Tensor tensor_of(ChunkCopies::Bytes bytes, at::ScalarType type) {
+  const std::size_t numel = bytes.size / at::elementSize(type);
+  auto* const data = const_cast<std::byte*>(bytes.data.get());
+  return at::for_blob(data, {static_cast<std::int64_t>(numel)})
+      .deleter([memory = std::move(bytes.data)](void*) {})
+      .options(at::TensorOptions().dtype(type))
+      .make_tensor();
+}
 
 constexpr std::int64_t kPieceNumel = std::int64_t{1} << 20;
 
@@ -172,7 +182,7 @@ void OptimizerState::zero() {
     for (std::size_t state = 0; state < kMaxRuleStates; ++state) {
       const auto& payload = manager_.payload(chunk, rule_payload(state));
       if (payload && places_.on_device(chunk)) {
-        bytes_at(payload->data(), payload->bytes(), places_.device().torch_device()).zero_();
+        bytes_at(payload->data(), payload->bytes(), to_torch(places_.device().id())).zero_();
       } else if (payload) {
         std::memset(payload->data(), 0, payload->bytes());
       }
@@ -295,11 +305,11 @@ at::Tensor OptimizerState::saved_weights(ParamId param) const {
       throw Error("all of parameter '" + layout_.param(param).name +
                   "' was asked for, of which a save has copied this rank's piece");
     }
-    return in_shape(copies_.piece(param, PayloadKind::kParam, type), geometry);
+    return in_shape(tensor_of(copies_.piece(param, PayloadKind::kParam), type), geometry);
   }
   if (!manager_.stored(place.chunk)) {
     const c10::Device device =
-        places_.on_device(place.chunk) ? places_.device().torch_device() : c10::kCPU;
+        places_.on_device(place.chunk) ? to_torch(places_.device().id()) : c10::kCPU;
     return tensor_over(storage_over(manager_.payload(place.chunk, PayloadKind::kParam), device),
                        type, place.offset, geometry);
   }
@@ -314,7 +324,8 @@ at::Tensor OptimizerState::saved_weights_of_piece(ParamId param) const {
   const Piece piece = shards_.piece(param);
   const auto numel = static_cast<std::int64_t>(piece.numel);
   if (copied(param)) {
-    return copies_.piece(param, PayloadKind::kParam, castor::to_torch(layout_.param(param).type));
+    return tensor_of(copies_.piece(param, PayloadKind::kParam),
+                     castor::to_torch(layout_.param(param).type));
   }
   const at::Tensor whole = saved_weights(param);
   return whole.as_strided({numel}, {1},
@@ -349,7 +360,8 @@ std::vector<at::Tensor> OptimizerState::saved_states_of_piece(ParamId param) con
   std::vector<at::Tensor> states;
   if (copied(param)) {
     for (std::size_t i = 0; i < specs(param).size(); ++i) {
-      states.push_back(copies_.piece(param, rule_payload(i), to_torch(specs(param)[i].type)));
+      states.push_back(
+          tensor_of(copies_.piece(param, rule_payload(i)), to_torch(specs(param)[i].type)));
     }
     return states;
   }
@@ -377,7 +389,7 @@ std::optional<at::Tensor> OptimizerState::saved_master_of_piece(ParamId param) c
   const at::NoGradGuard no_grad;
   const bool whole = places_.has(param, kMasterPayload);
   if (copied(param) && whole) {
-    return copies_.piece(param, kMasterPayload, at::kFloat);
+    return tensor_of(copies_.piece(param, kMasterPayload), at::kFloat);
   }
   const Piece piece = shards_.piece(param);
   at::Tensor values = at::empty({static_cast<std::int64_t>(piece.numel)}, at::kFloat);
@@ -391,7 +403,7 @@ std::optional<at::Tensor> OptimizerState::saved_master_of_piece(ParamId param) c
                  piece.numel);
   };
   if (copied(param)) {
-    join(copies_.piece(param, kRemainderPayload, at::kShort).const_data_ptr<std::int16_t>());
+    join(reinterpret_cast<const std::int16_t*>(copies_.piece(param, kRemainderPayload).data.get()));
     return values;
   }
   places_.with_states(

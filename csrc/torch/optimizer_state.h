@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "torch/chunk_copies.h"
+#include "store/chunk_copies.h"
+#include "store/rank_states.h"
+#include "store/state_store.h"
 #include "torch/chunk_storages.h"
 #include "torch/param_gradient.h"
-#include "torch/rank_states.h"
-#include "torch/state_store.h"
 
 namespace castor {
 

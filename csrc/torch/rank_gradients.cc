@@ -4,7 +4,7 @@
 #include <string>
 
 #include "core/units.h"
-#include "dist/piece_norms.h"
+#include "ranks/piece_norms.h"
 #include "torch/gil.h"
 
 namespace castor {

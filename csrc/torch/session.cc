@@ -9,10 +9,11 @@
 
 #include "core/error.h"
 #include "parallel/make_executor.h"
-#include "torch/chunk_pins.h"
+#include "store/chunk_pins.h"
+#include "store/session_nvme.h"
 #include "torch/gil.h"
+#include "torch/nonmodel_account.h"
 #include "torch/param_specs.h"
-#include "torch/session_nvme.h"
 #include "torch/uses.h"
 
 namespace castor {
@@ -44,13 +45,28 @@ std::size_t room_for_places(const MemoryTier& host, const RankHostStorage& commo
   return available - std::min(available, common.room_for_copies() + sharded.room_for_copies());
 }
 
+/// Returns, per chunk, whether its gradients have no permanent storage in memory.
+std::vector<bool> absent_gradients(const ChunkLayout& layout, const StoragePlan& places,
+                                   const ShardedHostStorage& sharded) {
+  std::vector<bool> absent(layout.chunks().size(), false);
+  for (std::size_t i = 0; i < absent.size(); ++i) {
+    absent[i] = layout.chunks()[i].trainable &&
+                (places.stored.weights[i] ||
+                 (sharded.shards() != nullptr &&
+                  sharded.shards()->sharded(
+                      ChunkId{static_cast<std::uint32_t>(absent.size() + i)})));  // of gradients
+  }
+  return absent;
+}
+
 /// nullptr: none.
 std::unique_ptr<GradientShards> make_gradient_shards(const ChunkLayout& layout,
                                                      const ShardedHostStorage& sharded,
-                                                     MemoryTier& host, c10::Device device) {
+                                                     MemoryTier& host,
+                                                     const AddressFollower& follower) {
   return sharded.shards() == nullptr
              ? nullptr
-             : std::make_unique<GradientShards>(layout, *sharded.shards(), host, device);
+             : std::make_unique<GradientShards>(layout, *sharded.shards(), host, follower);
 }
 
 void share_with_children(const ChunkManager& manager, std::size_t num_chunks) {
@@ -120,15 +136,17 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
       executor_(make_executor(options.num_threads)),
       sharded_host_storage_(make_sharded_host_storage(layout_, placements, options,
                                                       rank_host_storage_, *host_, *executor_)),
-      gradient_shards_(
-          make_gradient_shards(layout_, sharded_host_storage_, *host_, own_device_.torch_device())),
       places_(plan_storage(layout_, placements, options.state,
                            room_for_places(*host_, rank_host_storage_, sharded_host_storage_),
                            payer(rank_host_storage_, sharded_host_storage_))),
       nvme_(make_nvme(places_, options, *host_, *executor_, nvme_ledger_.get(),
                       budget_place_.number(), nvme_taken_)),
       copy_engine_(options.backend->make_copy_engine()),
-      storages_(std::make_unique<ChunkStorages>(layout_, own_device_.torch_device())),
+      storages_(std::make_unique<ChunkStorages>(layout_, torch_device())),
+      absent_gradients_(layout_, absent_gradients(layout_, places_, sharded_host_storage_),
+                        torch_device()),
+      gradient_shards_(
+          make_gradient_shards(layout_, sharded_host_storage_, *host_, absent_gradients_)),
       weights_(make_weights()),
       manager_(std::make_unique<ChunkManager>(layout_, std::move(placements), device_, host_,
                                               *copy_engine_, *storages_, weights_.get(),
@@ -139,8 +157,8 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
     params_.push_back({.leaf = param, .local = std::move(param)});
   }
   gradients_ = std::make_unique<GradientSink>(
-      *manager_, params_, weights_.get(), gradient_shards_.get(), *executor_, own_device_,
-      options.precision == ScalarType::kFloat16, rank_host_storage_.gradients().tier);
+      *manager_, params_, weights_.get(), gradient_shards_.get(), absent_gradients_, *executor_,
+      own_device_, options.precision == ScalarType::kFloat16, rank_host_storage_.gradients().tier);
   state_store_ = std::make_unique<StateStore>(
       *manager_, shards_, options.state.rule, places_.stored.states,
       stream_of(nvme_, StoragePlan::kStates), weights_.get(),
@@ -185,7 +203,8 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
     // sees what one process with all batches would.
     passes_->at_backward_end([this] { ranks_->gradients().end_backward(*gate_); });
   }
-  budgets_->follow_torch(options.backend);
+  budgets_->follow_torch(*options.backend,
+                         account_of(budgets_->tensors_of_torch(), options.backend));
   if (options.overlap != Overlap::kNone) {
     update_queue_ = std::make_unique<UpdateQueue>(
         layout_.chunks().size(), ranks_ ? UpdateOrder::kSubmitted : UpdateOrder::kWanted);
@@ -196,16 +215,15 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
 std::unique_ptr<StoredWeights> Session::make_weights() {
   if (ChunkStream* const stream = sharded_host_storage_.stream()) {
     return std::make_unique<StoredWeights>(
-        layout_,
         StoredWeights::on_ranks(sharded_host_storage_.sharded(), ShardedHostStorage::kMaxLeases),
-        *storages_, *stream, own_device_);
+        *storages_, absent_gradients_, *stream, own_device_);
   }
   ChunkStream* const stream = stream_of(nvme_, StoragePlan::kWeights);
   return stream == nullptr
              ? nullptr
              : std::make_unique<StoredWeights>(
-                   layout_, StoredWeights::on_nvme(places_.stored.weights, stream->num_slots()),
-                   *storages_, *stream, own_device_);
+                   StoredWeights::on_nvme(places_.stored.weights, stream->num_slots()), *storages_,
+                   absent_gradients_, *stream, own_device_);
 }
 
 std::size_t Session::zero_stage() const noexcept {
@@ -286,8 +304,7 @@ std::vector<std::size_t> Session::adopt_parameters(std::span<const ParamId> valu
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const at::Tensor& own = params_[i].local;
-    if (has_values[i] && own_device_.torch_device().is_cpu() &&
-        !stored(layout_.place(param).chunk) &&
+    if (has_values[i] && torch_device().is_cpu() && !stored(layout_.place(param).chunk) &&
         ParamMemory::fills_storage(own, to_torch(layout_.param(param).type)) &&
         uses_of(own.storage()) > 1) {
       others[i] = uses_of(own.storage()) - 1;
@@ -338,12 +355,26 @@ void Session::watch_tensors(Overlap overlap, std::span<const std::size_t> others
                                     [this](ParamId param) { return visit(param, false); });
   param_memory_->watch(*gate_, others);
   gradients_->open(*runtime_, *gate_, weak_from_this());
-  // All tensors are made.
-  if (weights_) {
-    weights_->forbid_addresses();
-  }
-  if (gradient_shards_) {
-    gradient_shards_->forbid_addresses();
+  forbid_absent_addresses();  // all tensors are made
+}
+
+// From now on torch tells the address of what is not always in memory only while it is there.
+void Session::forbid_absent_addresses() {
+  const auto forbid_with = [](const std::string& message) {
+    return [&message](const c10::Storage& storage) { forbid_null(storage, message); };
+  };
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (stored(chunk)) {
+      storages_->for_each(chunk, forbid_with(weights_->no_address()));
+      storages_->point_at(chunk, nullptr);
+    }
+    if (sharded_gradients(chunk) || manager_->gradients_stored(chunk)) {
+      absent_gradients_.for_each(chunk,
+                                 forbid_with(sharded_gradients(chunk) ? GradientShards::no_address()
+                                                                      : weights_->no_address()));
+      absent_gradients_.point_at(chunk, nullptr);
+    }
   }
 }
 

@@ -12,24 +12,26 @@
 #include "core/chunk_reads.h"
 #include "core/run_load.h"
 #include "core/runtime.h"
-#include "torch/chunk_copies.h"
+#include "store/chunk_copies.h"
+#include "store/gradient_shards.h"
+#include "store/rank_host_storage.h"
+#include "store/run_integrity.h"
+#include "store/session_device.h"
+#include "store/session_options.h"
+#include "store/sharded_host_storage.h"
+#include "store/storage_plan.h"
+#include "store/stored_weights.h"
 #include "torch/chunk_storages.h"
-#include "torch/gradient_shards.h"
 #include "torch/gradient_sink.h"
+#include "torch/gradient_storages.h"
 #include "torch/optimizer_state.h"
 #include "torch/param_memory.h"
 #include "torch/passes.h"
-#include "torch/rank_host_storage.h"
-#include "torch/run_integrity.h"
-#include "torch/session_device.h"
-#include "torch/session_options.h"
 #include "torch/session_ranks.h"
-#include "torch/sharded_host_storage.h"
 #include "torch/state_views.h"
 #include "torch/step_events.h"
-#include "torch/storage_plan.h"
-#include "torch/stored_weights.h"
 #include "torch/tensor_gate.h"
+#include "torch/torch_device.h"
 #include "torch/updater.h"
 
 namespace castor {
@@ -227,7 +229,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   [[nodiscard]] NonModelMemory& nonmodel() const noexcept { return *nonmodel_; }
   [[nodiscard]] CopyEngine& copies() const noexcept { return *copy_engine_; }
   /// Returns the device of the activations.
-  [[nodiscard]] c10::Device torch_device() const { return own_device_.torch_device(); }
+  [[nodiscard]] c10::Device torch_device() const { return to_torch(own_device_.id()); }
   /// Same as SessionDevice::current_stream.
   [[nodiscard]] StreamId current_stream() const { return own_device_.current_stream(); }
   [[nodiscard]] MemoryTier& device() noexcept { return *device_; }
@@ -242,6 +244,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// Returns by how many other tensors each parameter's memory is shared.
   [[nodiscard]] std::vector<std::size_t> adopt_parameters(std::span<const ParamId> valueless);
   void watch_tensors(Overlap overlap, std::span<const std::size_t> others);
+  void forbid_absent_addresses();
   void guard_weights();
   void check_requirements() const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
@@ -281,13 +284,14 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   RankHostStorage rank_host_storage_;
   std::unique_ptr<Executor> executor_;
   ShardedHostStorage sharded_host_storage_;
-  std::unique_ptr<GradientShards> gradient_shards_;  // nullptr: gradients are full, or shared
   const StoragePlan places_;
   std::unique_ptr<NvmeTier> nvme_;  // nullptr: nothing is there; outlives who borrows its streams
   std::unique_ptr<UpdateQueue>
       update_queue_;  // nullptr with Overlap::kNone; outlives copies' waits
   std::unique_ptr<CopyEngine> copy_engine_;
   std::unique_ptr<ChunkStorages> storages_;
+  GradientStorages absent_gradients_;                // on NVMe, or sharded over ranks
+  std::unique_ptr<GradientShards> gradient_shards_;  // nullptr: gradients are full, or shared
   std::unique_ptr<StoredWeights> weights_;
   std::unique_ptr<ChunkManager> manager_;
   std::unique_ptr<GradientSink> gradients_;

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "torch/chunk_pins.h"
+#include "store/chunk_pins.h"
 #include "torch/session.h"
 
 namespace castor {

@@ -12,13 +12,13 @@
 #include "core/collectives.h"
 #include "core/error.h"
 #include "core/rank_meeting.h"
-#include "dist/device_staging.h"
-#include "dist/rank_weights.h"
+#include "ranks/device_staging.h"
+#include "ranks/rank_weights.h"
+#include "store/rank_host_storage.h"
+#include "store/rank_states.h"
+#include "store/session_device.h"
+#include "store/state_store.h"
 #include "torch/rank_gradients.h"
-#include "torch/rank_host_storage.h"
-#include "torch/rank_states.h"
-#include "torch/session_device.h"
-#include "torch/state_store.h"
 
 namespace castor {
 

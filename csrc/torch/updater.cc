@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "torch/chunk_pins.h"
+#include "store/chunk_pins.h"
 
 namespace castor {
 

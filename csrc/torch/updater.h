@@ -13,10 +13,10 @@
 #include "core/overlap.h"
 #include "core/runtime.h"
 #include "parallel/update_queue.h"
-#include "torch/chunk_updates.h"
+#include "store/chunk_updates.h"
+#include "store/run_integrity.h"
+#include "store/session_device.h"
 #include "torch/gradient_sink.h"
-#include "torch/run_integrity.h"
-#include "torch/session_device.h"
 #include "torch/tensor_gate.h"
 
 namespace castor {

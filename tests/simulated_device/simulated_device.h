@@ -10,7 +10,8 @@
 #include <span>
 
 #include "simulated_copies.h"
-#include "torch/device_backend.h"
+#include "store/device_backend.h"
+#include "torch/torch_device.h"
 
 namespace castor::testing {
 
@@ -47,7 +48,7 @@ class SimulatedDevice final : public DeviceBackend, public DeviceKernels {
  public:
   explicit SimulatedDevice(std::uint64_t bytes_per_second);
 
-  [[nodiscard]] c10::Device device() const noexcept override { return c10::kCPU; }
+  [[nodiscard]] DeviceId device() const noexcept override { return device_id(c10::kCPU); }
   [[nodiscard]] DeviceKernels* kernels() noexcept override { return this; }
   [[nodiscard]] std::unique_ptr<CopyEngine> make_copy_engine() override;
   [[nodiscard]] std::unique_ptr<CopyEngine> make_staging_engine() override {

@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "torch/device_backend.h"
+#include "store/device_backend.h"
 
 namespace castor::testing {
 

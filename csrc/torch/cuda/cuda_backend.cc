@@ -27,6 +27,7 @@
 #include "host/numa.h"
 #include "torch/cuda/caching_arena.h"
 #include "torch/cuda/torch_allocations.h"
+#include "torch/torch_device.h"
 
 namespace castor {
 namespace {
@@ -81,7 +82,7 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
  public:
   explicit CudaBackend(c10::DeviceIndex device) : device_(device) {}
 
-  [[nodiscard]] c10::Device device() const noexcept override { return {c10::kCUDA, device_}; }
+  [[nodiscard]] DeviceId device() const noexcept override { return device_id(torch_device()); }
   [[nodiscard]] DeviceKernels* kernels() noexcept override { return this; }
 
   [[nodiscard]] StreamId current_stream() override {
@@ -148,7 +149,7 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
                     StreamId stream) override {
     const at::NoGradGuard no_grad;
     const c10::cuda::CUDAStreamGuard current(of_torch(stream));
-    const auto options = at::TensorOptions().dtype(at::kDouble).device(device());
+    const auto options = at::TensorOptions().dtype(at::kDouble).device(torch_device());
     const auto count = static_cast<std::int64_t>(cuda::norm_workspace_doubles(segments));
     const at::Tensor workspace = at::empty({count}, options);
     const at::Tensor result = at::empty({static_cast<std::int64_t>(segments.size())}, options);
@@ -158,6 +159,17 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
     std::copy_n(host.const_data_ptr<double>(), sums.size(), sums.begin());
   }
 
+  void copy_from_device(std::span<const std::byte> source, std::byte* target) override {
+    const at::NoGradGuard no_grad;
+    bytes_of(target, source.size(), c10::kCPU)
+        .copy_(bytes_of(source.data(), source.size(), torch_device()));
+  }
+  void copy_to_device(std::span<const std::byte> source, std::byte* target) override {
+    const at::NoGradGuard no_grad;
+    bytes_of(target, source.size(), torch_device())
+        .copy_(bytes_of(source.data(), source.size(), c10::kCPU));
+  }
+
   [[nodiscard]] std::unique_ptr<ComputeFence> fence(StreamId stream) override {
     return std::make_unique<EventFence>(device_, cuda::handle_of(stream));
   }
@@ -165,6 +177,14 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
   void host_writes(std::span<const std::byte> host) override { copies_->synchronize_readers(host); }
 
  private:
+  [[nodiscard]] c10::Device torch_device() const noexcept { return {c10::kCUDA, device_}; }
+  [[nodiscard]] static at::Tensor bytes_of(const std::byte* data, std::size_t bytes,
+                                           c10::Device device) {
+    return at::for_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)})
+        .options(at::TensorOptions().dtype(at::kByte).device(device))
+        .target_device(device)
+        .make_tensor();
+  }
   /// It may be of torch's pool, or anybody's.
   [[nodiscard]] c10::cuda::CUDAStream of_torch(StreamId stream) const {
     return c10::cuda::getStreamFromExternal(cuda::handle_of(stream), device_);

@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "torch/device_backend.h"
+#include "store/device_backend.h"
 
 namespace castor {
 

@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "cuda/block_streams.h"
-#include "torch/device_backend.h"
+#include "store/device_backend.h"
 
 namespace castor {
 

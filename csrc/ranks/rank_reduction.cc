@@ -1,0 +1,103 @@
+#include "ranks/rank_reduction.h"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+
+#include "core/chunk_layout.h"
+#include "core/units.h"
+#include "optim/average.h"
+#include "ranks/gradient_relay.h"
+
+namespace castor {
+namespace {
+
+/// Of a gradient, at most so much is on its way at once.
+constexpr std::size_t kWindowBytes = std::size_t{8} << 20;
+
+}  // namespace
+
+// Parts of it are whole elements, and begin where a cache line does. What goes from machine to
+// machine needs room beside it, and smaller pieces, of which several are on their way.
+std::size_t RankReduction::window_bytes(std::size_t largest, Collectives& ranks,
+                                        const SharedHostStorage* shared_storage) {
+  const bool relayed = shared_storage != nullptr && ranks.messages() != nullptr;
+  const std::size_t most = relayed ? kWindowBytes / 2 : kWindowBytes;
+  const std::size_t piece =
+      align_up(std::clamp<std::size_t>(largest, 1, most), ranks.size() * kParamAlignment);
+  return relayed ? GradientRelay::window_bytes(piece, ranks) : piece;
+}
+
+void RankReduction::reduce(const Payload& gradients, ScalarType type) {
+  const bool shared =
+      shared_storage_ != nullptr && shared_storage_->contains(gradients.host_storage());
+  const std::span<std::byte> all = staging_.on_host(gradients);
+  staging_.bring(gradients, all);
+  if (shared && ranks_.messages() != nullptr) {
+    GradientRelay(ranks_, all, shared_storage_->common(gradients.host_storage()), type, executor_,
+                  {window_.data(), window_.bytes()}, figures_)
+        .run();
+  } else {
+    exchange(gradients, all, type, shared);
+  }
+  if (!shared) {
+    staging_.send(gradients, all);
+    return;
+  }
+  meet(*ranks_.node());
+  if (gradients.away()) {
+    std::memcpy(gradients.data(), shared_storage_->common(gradients.host_storage()),
+                gradients.bytes());
+  } else {
+    shared_storage_->forget({gradients.host_storage(), gradients.bytes()});
+  }
+}
+
+void RankReduction::exchange(const Payload& gradients, std::span<std::byte> all, ScalarType type,
+                             bool shared) {
+  const std::size_t granule = ranks_.size() * kParamAlignment;
+  const std::size_t step = window_.bytes() / granule * granule;
+  for (std::size_t begin = 0; begin < all.size(); begin += step) {
+    const std::span<std::byte> piece = all.subspan(begin, std::min(step, all.size() - begin));
+    const std::span parts(window_.data(), piece.size());
+    ranks_.all_to_all(piece, parts);
+    const auto own = parts.first(piece.size() / ranks_.size());
+    average(&executor_, own.data(), parts.data(), ranks_.size(), own.size() / size_of(type), type);
+    if (shared) {
+      // Every rank has sent what it has of this piece.
+      std::memcpy(
+          shared_storage_->common(gradients.host_storage() + begin) + ranks_.rank() * own.size(),
+          own.data(), own.size());
+    } else {
+      ranks_.all_gather(own, piece);
+    }
+    figures_.add_bytes((shared ? 1 : 2) * (ranks_.size() - 1) * own.size());
+  }
+}
+
+// A rank's part is in one piece, so what ranks exchange of a part in several windows is gathered
+// from all parts first, in one half of the window, and comes into the other.
+void RankReduction::reduce_scatter(std::span<const std::byte> gradients, std::span<std::byte> shard,
+                                   ScalarType type) {
+  const std::size_t ranks = ranks_.size();
+  const bool at_once = gradients.size() <= window_.bytes();
+  const std::size_t step =
+      at_once ? shard.size() : window_.bytes() / 2 / ranks / kParamAlignment * kParamAlignment;
+  for (std::size_t begin = 0; begin < shard.size(); begin += step) {
+    const std::size_t bytes = std::min(step, shard.size() - begin);
+    const std::span received(window_.data(), ranks * bytes);
+    std::span<const std::byte> sent = gradients;
+    if (!at_once) {
+      std::byte* const gathered = window_.data() + ranks * step;
+      for (std::size_t rank = 0; rank < ranks; ++rank) {
+        std::memcpy(gathered + rank * bytes, gradients.data() + rank * shard.size() + begin, bytes);
+      }
+      sent = {gathered, ranks * bytes};
+    }
+    ranks_.all_to_all(sent, received);
+    average(&executor_, shard.data() + begin, received.data(), ranks, bytes / size_of(type), type);
+    figures_.add_bytes((ranks - 1) * bytes);
+  }
+}
+
+}  // namespace castor

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <utility>
+
+#include "core/collectives.h"
+#include "core/executor.h"
+#include "core/memory_tier.h"
+#include "core/payload.h"
+#include "core/scalar_type.h"
+#include "host/shared_host_storage.h"
+#include "ranks/device_staging.h"
+#include "ranks/rank_figures.h"
+
+namespace castor {
+
+/// Averages gradients over the ranks, on every rank: each rank adds up a shard of them, in rank
+/// order.
+///
+/// - Where the ranks share host storage, every rank has its gradients in pages of its own. It
+///   writes its shard of the mean to the common memory, and forgets those pages when all ranks have
+///   written theirs. (n-1)/n of the bytes are sent.
+/// - Between machines with host storage each, sums in fp32 go from one machine to the next, and
+///   each adds its ranks' gradients. The mean comes back from the last (GradientRelay). So the
+///   order is that of all ranks.
+/// - Elsewhere all ranks gather the shards, which sends twice as much; or each rank keeps its shard
+///   (reduce_scatter).
+///
+/// One window of memory is needed. Gradients in memory of a device that the host does not address
+/// pass through DeviceStaging. Used by one thread at a time.
+class RankReduction {
+ public:
+  /// Takes `shared_storage`, nullptr where ranks share no host storage; `window`, of window_bytes;
+  /// and `staging` for the gradients. All outlive this.
+  RankReduction(Collectives& ranks, const SharedHostStorage* shared_storage, Executor& executor,
+                Block window, RankFigures& figures, DeviceStaging staging = {})
+      : ranks_(ranks),
+        shared_storage_(shared_storage),
+        executor_(executor),
+        window_(std::move(window)),
+        figures_(figures),
+        staging_(std::move(staging)) {}
+
+  /// Returns the bytes of the window for gradients of at most `largest` bytes at once, of these
+  /// ranks; `shared_storage` as in the constructor.
+  [[nodiscard]] static std::size_t window_bytes(std::size_t largest, Collectives& ranks,
+                                                const SharedHostStorage* shared_storage);
+
+  void reduce(const Payload& gradients, ScalarType type);
+  /// Writes the mean of this rank's shard alone into `shard`, apart from `gradients`: a
+  /// reduce-scatter, which sends (n-1)/n of the bytes.
+  void reduce_scatter(std::span<const std::byte> gradients, std::span<std::byte> shard,
+                      ScalarType type);
+
+ private:
+  void exchange(const Payload& gradients, std::span<std::byte> all, ScalarType type, bool shared);
+
+  Collectives& ranks_;
+  const SharedHostStorage* const shared_storage_;
+  Executor& executor_;
+  Block window_;
+  RankFigures& figures_;
+  DeviceStaging staging_;
+};
+
+}  // namespace castor

@@ -1,0 +1,116 @@
+#include "ranks/rank_weights.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "ranks/inter_node_group.h"
+
+namespace castor {
+
+void share_bytes(const SharedHostStorage& shared_storage, const Payload& weights,
+                 std::span<const std::byte> own) {
+  if (weights.away()) {
+    std::memcpy(shared_storage.common(weights.host_storage()) + (own.data() - weights.data()),
+                own.data(), own.size());
+  } else {
+    shared_storage.publish(own);
+  }
+}
+
+std::byte* RankWeights::begin_update(const Payload& weights) {
+  if (!shared(weights) || weights.away()) {
+    return weights.data();
+  }
+  share_bytes(*shared_storage_, weights, shard_of(weights));
+  return shared_storage_->common(weights.host_storage());
+}
+
+void RankWeights::gather(std::span<const Payload* const> weights) {
+  const RankFigures::Timed timed(figures_);
+  bool any_shared = false;
+  for (const Payload* const one : weights) {
+    if (!shared(*one)) {
+      gather_shards(*one);
+      continue;
+    }
+    any_shared = true;
+    if (one->away()) {
+      share_bytes(*shared_storage_, *one, shard_of(*one));
+    }
+  }
+  if (any_shared) {
+    take_remote_shards(weights);
+  }
+}
+
+void RankWeights::gather_shards(const Payload& weights) {
+  const std::span<std::byte> all = staging_.on_host(weights);
+  const std::span<std::byte> own = shard_of(all);
+  staging_.bring(weights, own);
+  ranks_->all_gather(own, all);
+  const auto before = static_cast<std::size_t>(own.data() - all.data());
+  staging_.send(weights, all.first(before));
+  staging_.send(weights, all.subspan(before + own.size()));
+  figures_.add_bytes((ranks_->size() - 1) * own.size());
+}
+
+void RankWeights::settle(std::span<const Payload* const> weights) {
+  if (shared_storage_ == nullptr) {
+    return;
+  }
+  for (const Payload* const one : weights) {
+    if (shared(*one)) {
+      share_bytes(*shared_storage_, *one, shard_of(*one));
+    }
+  }
+  take_remote_shards(weights);
+}
+
+void RankWeights::take_remote_shards(std::span<const Payload* const> weights) {
+  exchange_between_nodes(weights);
+  meet(*ranks_->node());
+  for (const Payload* const one : weights) {
+    if (shared(*one)) {
+      take_remote_shards(*one);
+    }
+  }
+}
+
+// Each machine has all weights once, and its ranks' parts in them. What comes from another machine
+// is written by the rank of the same place, where no other rank of this one writes.
+void RankWeights::exchange_between_nodes(std::span<const Payload* const> weights) {
+  const InterNodeGroup others(*ranks_);
+  std::vector<PendingMessage> pending;
+  for (std::size_t i = 0; i < weights.size() && others.num_nodes() > 1; ++i) {
+    if (!shared(*weights[i])) {
+      continue;
+    }
+    const std::size_t shard = weights[i]->bytes() / ranks_->size();
+    std::byte* const common = shared_storage_->common(weights[i]->host_storage());
+    const auto tag = static_cast<std::uint32_t>(i);
+    others.for_each([&](std::size_t node) {
+      pending.push_back(others.receive(node, tag, {common + others.rank_on(node) * shard, shard}));
+      pending.push_back(others.send(node, tag, {common + ranks_->rank() * shard, shard}));
+      figures_.add_crossed(shard);
+    });
+  }
+  others.wait_all(pending);
+}
+
+// Those in common memory are what they should be.
+void RankWeights::take_remote_shards(const Payload& weights) const {
+  if (!weights.away()) {
+    shared_storage_->forget({weights.host_storage(), weights.bytes()});
+    return;
+  }
+  const std::byte* const common = shared_storage_->common(weights.host_storage());
+  const std::span<std::byte> own = shard_of(weights);
+  const auto before = static_cast<std::size_t>(own.data() - weights.data());
+  const std::size_t after = before + own.size();
+  std::memcpy(weights.data(), common, before);
+  std::memcpy(weights.data() + after, common + after, weights.bytes() - after);
+}
+
+}  // namespace castor

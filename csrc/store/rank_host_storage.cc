@@ -1,0 +1,93 @@
+#include "store/rank_host_storage.h"
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+#include "ranks/rank_reduction.h"
+#include "ranks/shared_file.h"
+#include "store/sharded_host_storage.h"
+
+namespace castor {
+namespace {
+
+// Ranks that keep the parameters together; 1: each has its own.
+std::size_t num_sharing(const SessionOptions& options) {
+  const bool sharing = options.ranks && options.ranks->passes->node() && options.state.rule;
+  return sharing ? options.ranks->passes->node()->size() : 1;
+}
+
+}  // namespace
+
+RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Placement> placements,
+                                 const SessionOptions& options, MemoryTier& host) {
+  const std::size_t sharing = num_sharing(options);
+  if (sharing == 1) {
+    return;
+  }
+  nodes_ = options.ranks->passes->size() / sharing;
+  if (nodes_ > 1 && options.zero_stage > 1) {
+    refusal_ = "zero_stage=" + std::to_string(options.zero_stage) + " cuts them over all ranks";
+    return;
+  }
+  if (options.backend->computes_by_itself()) {
+    // Pages that are locked for a device's copies are never copied on writing: the view of a rank
+    // (SharedHostStorage) would have none of its own any more.
+    refusal_ = "on GPUs each rank has its own, page-locked";
+    return;
+  }
+  std::size_t weights = 0;
+  std::size_t gradients = 0;
+  std::size_t largest = 0;  // of a chunk's gradients
+  std::string places;
+  for (std::size_t i = 0; i < placements.size(); ++i) {
+    const ChunkSpec& chunk = layout.chunks()[i];
+    if (placements[i] != Placement::kDevice && chunk.updated_in_shards()) {
+      weights += SharedHostStorage::size_of(chunk.used_bytes);
+      const std::size_t own = chunk.trainable ? SharedHostStorage::size_of(chunk.used_bytes) : 0;
+      gradients += own;
+      largest = std::max(largest, own);
+    }
+    places += std::to_string(weights) + ' ';
+  }
+  const std::size_t own = std::hash<std::string>()(places);
+  for (const std::size_t other : gather(*options.ranks->passes, own)) {
+    if (other != own) {
+      refusal_ = "the ranks place chunks differently";
+    }
+  }
+  const auto share = [&](Kind& kind, std::size_t bytes, const std::string& what) {
+    if (bytes == 0 || !refusal_.empty()) {
+      return;
+    }
+    NodeHostStorage shared = share_host_storage(*options.ranks->passes, sharing, bytes);
+    refusal_ = std::move(shared.refusal);
+    if (shared.storage) {
+      kind.storage = std::move(shared.storage);
+      kind.share = host.ledger().reserve((bytes + sharing - 1) / sharing,
+                                         "this rank's share of the " + what +
+                                             " has no room there; raise host_memory, or train a "
+                                             "smaller model");
+      kind.tier = std::make_shared<MemoryTier>(TierKind::kHost, bytes, kind.storage->make_arena());
+    }
+  };
+  share(weights_, weights, "parameters");
+  share(gradients_, gradients, "gradients");
+  if (!refusal_.empty()) {
+    weights_ = {};
+  } else if (gradients_.storage) {
+    room_for_copies_ =
+        ShardedHostStorage::kGradientCopies * largest +
+        RankReduction::window_bytes(largest, *options.ranks->passes, gradients_.storage.get());
+  }
+}
+
+std::size_t RankHostStorage::bytes() const noexcept {
+  std::size_t bytes = 0;
+  for (const Kind* const kind : {&weights_, &gradients_}) {
+    bytes += kind->tier ? kind->tier->ledger().budget() : 0;
+  }
+  return bytes;
+}
+
+}  // namespace castor

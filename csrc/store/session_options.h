@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/chunk_layout.h"
+#include "core/collectives.h"
+#include "core/overlap.h"
+#include "core/placement.h"
+#include "core/runtime.h"
+#include "core/scalar_type.h"
+#include "store/device_backend.h"
+#include "store/optimizer_state_options.h"
+#include "store/shared_budgets.h"
+
+namespace castor {
+
+struct SessionOptions {
+  ScalarType precision = ScalarType::kFloat32;
+  LayoutOptions layout;
+  PlacementOptions placement;
+  RuntimeOptions runtime;
+  /// Budgets that the session takes from, with the other sessions that have them.
+  std::shared_ptr<SharedBudgets> budgets;
+  /// Name of the model, for errors.
+  std::string name;
+  /// Backend of the device, of this session alone.
+  std::shared_ptr<DeviceBackend> backend;
+  OptimizerStateOptions state;
+  Overlap overlap = Overlap::kNone;
+  /// Number of threads that update, copy and convert; 0: as many as there are cores.
+  std::size_t num_threads = 0;
+  /// Lowest ZeRO stage by which the ranks may shard: 1, 2 or 3, as GeminiPlugin; 0: any.
+  std::size_t zero_stage = 0;
+  /// Number of replicas of sharded weights, each sharded over as many ranks: as GeminiPlugin.
+  std::size_t extra_dp_size = 1;
+  /// Groups of the ranks that train the model; nullopt where this process is alone.
+  std::optional<RankGroups> ranks;
+};
+
+}  // namespace castor
