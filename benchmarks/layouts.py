@@ -42,7 +42,7 @@ BUDGET, CORES = "3GiB", 2
 
 def layouts(ranks: int, samples: int) -> list[Any]:
     """Those that are measured."""
-    from castor.estimate.layouts import Layout
+    from castor.planner.layouts import Layout
 
     if ranks == 1:
         found = [Layout()]
@@ -207,7 +207,7 @@ def cluster_of(probes: Sequence[dict[str, Any]], record: Callable[[int], Any]) -
         probes: What each rank measured.
         record: The simulated pass of so many rows.
     """
-    from castor.estimate.cluster import Cluster
+    from castor.planner.cluster import Cluster
 
     ranks = len(probes)
     at_once = min(CORES, ranks)
@@ -247,7 +247,7 @@ def main() -> int:
     console = Console(width=110)
     machine = describe_machine()
 
-    from castor.estimate.layout_search import LayoutSearch
+    from castor.planner.layout_search import LayoutSearch
     from castor.estimate.workload import Workload
 
     model = replace(QUICK, width=256, rows=8) if arguments.quick else MODEL
@@ -355,8 +355,8 @@ def search_large(layers: int) -> dict[str, Any]:
     """Seconds of a search for Llama 70B on 64 ranks, and how many layouts there are."""
     from transformers import LlamaConfig
 
-    from castor.estimate.cluster import Cluster
-    from castor.estimate.layout_search import LayoutSearch
+    from castor.planner.cluster import Cluster
+    from castor.planner.layout_search import LayoutSearch
     from castor.estimate.workload import Workload
 
     config = LlamaConfig(

@@ -13,7 +13,7 @@ namespace castor {
 namespace {
 
 constexpr std::size_t kMinSearchedBytes = 4 * kKiB;
-constexpr std::size_t kMaxSearchedBytes = 64 * kMiB;  // known to estimate/layout_bounds.py
+constexpr std::size_t kMaxSearchedBytes = 64 * kMiB;  // known to planner/layout_bounds.py
 // No searched chunk holds more than this share of the model, so that a small one streams smoothly
 // too.
 constexpr std::size_t kMinSharesOfModel = 16;

@@ -205,8 +205,8 @@ def _estimate(
             raise UsageError(
                 "--lora and --qlora are estimated for one rank; leave --nproc and --nodes out"
             )
-        from castor.estimate import data_parallel
-        from castor.estimate.cluster import Cluster
+        from castor.planner import data_parallel
+        from castor.planner.cluster import Cluster
 
         between = {
             "device": preset, "transport": transport, "link": link, "network": network, **figures
@@ -279,8 +279,8 @@ def plan(
     as_json: _Json = False,
 ) -> None:
     """Find the fastest way to divide a model and its batch among the ranks of a cluster."""
-    from castor.estimate.layout_report import as_json as found_as_json
-    from castor.estimate.layout_report import search_and_show
+    from castor.planner.layout_report import as_json as found_as_json
+    from castor.planner.layout_report import search_and_show
 
     workload = _workload(batch, seq, precision, state_format, optimizer)
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)
@@ -308,8 +308,8 @@ def scaling(
     as_json: _Json = False,
 ) -> None:
     """Predict how steps scale from one rank to a thousand: as many samples a rank, and in all."""
-    from castor.estimate.scaling_report import as_json as found_as_json
-    from castor.estimate.scaling_report import scale_and_show
+    from castor.planner.scaling_report import as_json as found_as_json
+    from castor.planner.scaling_report import scale_and_show
 
     workload = _workload(batch, seq, precision, state_format, optimizer)
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)

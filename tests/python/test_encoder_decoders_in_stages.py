@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import encoder_stage_cases
-from castor.estimate.layout_search import LayoutSearch
 from castor.estimate.workload import Workload
+from castor.planner.layout_search import LayoutSearch
 from encoder_stage_cases import (
     CALLED,
     COMPOSED,

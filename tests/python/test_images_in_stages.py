@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 
 import image_stage_cases
-from castor.estimate.simulated_rank import SimulatedModel
+from castor.planner.simulated_rank import SimulatedModel
 from image_stage_cases import (
     CONFIG,
     FLOATING,

@@ -20,14 +20,14 @@ from castor.config.layout_plan import ENVIRONMENT, read_plan
 from castor.config.names import GRAD_READY, SPLIT_GATHER
 from castor.distributed import Mode
 from castor.errors import UsageError
-from castor.estimate.cluster import Cluster, Link
-from castor.estimate.layout_bounds import least_lacking
-from castor.estimate.layout_cost import LayoutCost
-from castor.estimate.layout_search import LayoutSearch
-from castor.estimate.layouts import Layout, layouts
 from castor.estimate.metatrace import Sent
-from castor.estimate.simulated_rank import SimulatedModel, StagePass
 from castor.estimate.workload import Workload
+from castor.planner.cluster import Cluster, Link
+from castor.planner.layout_bounds import least_lacking
+from castor.planner.layout_cost import LayoutCost
+from castor.planner.layout_search import LayoutSearch
+from castor.planner.layouts import Layout, layouts
+from castor.planner.simulated_rank import SimulatedModel, StagePass
 from rank_processes import run_python
 
 BLOCKS, WIDTH, VOCAB, TOKENS = 6, 64, 512, 32

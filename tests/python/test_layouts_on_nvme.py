@@ -12,10 +12,10 @@ import pytest
 from castor import HybridParallelPlugin
 from castor.config.layout_plan import read_plan
 from castor.errors import UsageError
-from castor.estimate.cluster import Cluster
-from castor.estimate.layout_cost import LayoutCost
-from castor.estimate.layout_search import LayoutSearch
-from castor.estimate.layouts import Layout
+from castor.planner.cluster import Cluster
+from castor.planner.layout_cost import LayoutCost
+from castor.planner.layout_search import LayoutSearch
+from castor.planner.layouts import Layout
 from test_layouts import cluster, config_file, run_plan, search
 
 NVME: dict[str, Any] = {"nvme": "4GB/s", "nvme_path": "/mnt/nvme"}

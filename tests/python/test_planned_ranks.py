@@ -14,11 +14,11 @@ from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 import grids
 import layout_cases
 from castor.config.layout_plan import write_plan
-from castor.estimate.cluster import Cluster
-from castor.estimate.layout_report import plan_of
-from castor.estimate.layout_search import LayoutSearch
-from castor.estimate.layouts import Layout
 from castor.estimate.workload import Workload
+from castor.planner.cluster import Cluster
+from castor.planner.layout_report import plan_of
+from castor.planner.layout_search import LayoutSearch
+from castor.planner.layouts import Layout
 from rank_processes import found, found_by_each
 from tensor_cases import LOSS
 

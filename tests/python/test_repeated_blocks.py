@@ -10,9 +10,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from castor.estimate import repeated_blocks
-from castor.estimate.repeated_blocks import NotRepeated, RepeatedBlocks, repeats
-from castor.estimate.simulated_rank import SimulatedModel
+from castor.planner import repeated_blocks
+from castor.planner.repeated_blocks import NotRepeated, RepeatedBlocks, repeats
+from castor.planner.simulated_rank import SimulatedModel
 
 COMMON = {
     "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4,

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import router_stage_cases
-from castor.estimate.simulated_rank import SimulatedModel
+from castor.planner.simulated_rank import SimulatedModel
 from pipeline_cases import MICROBATCHES, batch
 from pipeline_cases import plain as plain_losses
 from rank_processes import found, found_by_each

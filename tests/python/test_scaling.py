@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from castor.cli import app
 from castor.errors import UsageError
-from castor.estimate.layout_report import BOUNDS
-from castor.estimate.scaling import Point, first_that_fits, scaling, sizes
-from castor.estimate.scaling_page import scaling_page
+from castor.planner.layout_report import BOUNDS
+from castor.planner.scaling import Point, first_that_fits, scaling, sizes
+from castor.planner.scaling_page import scaling_page
 from test_layouts import FIGURES, cluster, config_file, search
 
 NETWORK = {"network": "10GB/s", "network_latency_us": 20}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from castor.activations import Blocks, fit_fused_heads, output_embedding
+from castor.activations.tight import StepSimulator
 from castor.config import (
     Activations,
     GeminiConfig,
@@ -31,7 +32,6 @@ from castor.config import (
     parse_paths,
 )
 from castor.distributed import data_rank_and_size
-from castor.estimate.boosted import SimulatedSteps
 from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format
 from castor.optim.check_optimizers import check_optimizers
@@ -444,7 +444,10 @@ class GeminiPlugin:
         )
         parallelized.start(engine)
         blocks.apply(
-            model, engine, SimulatedSteps if parallelized.unsharded else None, parallelized.sharing
+            model,
+            engine,
+            _simulated_steps if parallelized.unsharded else None,
+            parallelized.sharing,
         )
         if head is not None and head in engine.positions:  # else another stage has it
             parallelized.defer_logits(engine, head, config)
@@ -465,6 +468,13 @@ def _activations(asked: Activations | None, device_memory: int | str | None) -> 
     if asked is not None:
         return asked
     return "keep" if device_memory is None else "auto"
+
+
+def _simulated_steps(*arguments: Any, **options: Any) -> StepSimulator:
+    """Makes simulated steps of a model; training that needs none imports no castor.estimate."""
+    from castor.estimate.boosted import SimulatedSteps
+
+    return SimulatedSteps(*arguments, **options)
 
 
 def _arm(driver: StepDriver, held: weakref.ref[Optimizer], *_: Any) -> None:

@@ -1,7 +1,7 @@
 """Records one rank's stages of a model on the meta device, with a micro-batch.
 
 Layers, sequences and blocks are sharded by the code that shards them in training. The other ranks
-are simulated (castor.estimate.simulated_tensor_ranks). So modules, activations and collectives are
+are simulated (castor.planner.simulated_tensor_ranks). So modules, activations and collectives are
 those of a real rank instead of formulas.
 """
 
@@ -33,13 +33,13 @@ from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.stage_transfer import StageTransfer
 from castor.distributed.stages import Place, StageModules, places_of
 from castor.estimate.activations import Logits, RecomputedBlocks
-from castor.estimate.balanced_experts import balance_experts, count_experts
 from castor.estimate.metatrace import Recorder, Sent, TraceEvent, call, halve, recording, run
 from castor.estimate.model import build, make_inputs, quiet
 from castor.estimate.operators import Results
-from castor.estimate.repeated_blocks import NotRepeated, RepeatedBlocks
-from castor.estimate.simulated_tensor_ranks import SimulatedGenerators, SimulatedTensorRanks
 from castor.estimate.simulator import lay_out
+from castor.planner.balanced_experts import balance_experts, count_experts
+from castor.planner.repeated_blocks import NotRepeated, RepeatedBlocks
+from castor.planner.simulated_tensor_ranks import SimulatedGenerators, SimulatedTensorRanks
 from castor.runtime.engine import WORKING_DTYPES
 from castor.runtime.spec import ModelSpec
 

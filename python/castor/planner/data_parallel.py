@@ -11,13 +11,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from castor.errors import UsageError
-from castor.estimate.cluster import Cluster
 from castor.estimate.estimator import size
-from castor.estimate.layout_report import BOUNDS
-from castor.estimate.layout_search import LayoutSearch
-from castor.estimate.layouts import Layout, LayoutActivations
-from castor.estimate.replicas import sent_between_replicas
 from castor.estimate.workload import Workload
+from castor.planner.cluster import Cluster
+from castor.planner.layout_report import BOUNDS
+from castor.planner.layout_search import LayoutSearch
+from castor.planner.layouts import Layout, LayoutActivations
+from castor.planner.replicas import sent_between_replicas
 from castor.runtime.engine import WORKING_DTYPES
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from math import isinf
 
 from castor.errors import UsageError
-from castor.estimate.cluster import Cluster
-from castor.estimate.layout_cost import LayoutCost
-from castor.estimate.layout_search import LayoutSearch
+from castor.planner.cluster import Cluster
+from castor.planner.layout_cost import LayoutCost
+from castor.planner.layout_search import LayoutSearch
 
 
 @dataclass(frozen=True, kw_only=True)

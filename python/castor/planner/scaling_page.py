@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from castor.estimate.layout_report import BOUNDS, ranks_of, schedule_of
-from castor.estimate.scaling import Point, Scaling, first_that_fits
+from castor.planner.layout_report import BOUNDS, ranks_of, schedule_of
+from castor.planner.scaling import Point, Scaling, first_that_fits
 
 _WIDTH, _HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 12, 14, 48

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from castor.estimate.cluster import Cluster
-from castor.estimate.layouts import Layout
+from castor.planner.cluster import Cluster
+from castor.planner.layouts import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from castor.errors import UsageError
-from castor.estimate.balanced_experts import count_experts
-from castor.estimate.cluster import Cluster
-from castor.estimate.layout_bounds import (
+from castor.estimate.model import without_full_collections
+from castor.estimate.operators import Results
+from castor.estimate.workload import Workload
+from castor.planner.balanced_experts import count_experts
+from castor.planner.cluster import Cluster
+from castor.planner.layout_bounds import (
     MicroBatchCost,
     ModelInLayout,
     least_lacking,
@@ -23,12 +26,9 @@ from castor.estimate.layout_bounds import (
     passing_bytes,
     sends_all,
 )
-from castor.estimate.layout_cost import End, Found, LayoutCost, cost_of, seconds_of
-from castor.estimate.layouts import Layout, layouts
-from castor.estimate.model import without_full_collections
-from castor.estimate.operators import Results
-from castor.estimate.simulated_rank import SimulatedModel, SimulatedRank, StagePass, num_blocks
-from castor.estimate.workload import Workload
+from castor.planner.layout_cost import End, Found, LayoutCost, cost_of, seconds_of
+from castor.planner.layouts import Layout, layouts
+from castor.planner.simulated_rank import SimulatedModel, SimulatedRank, StagePass, num_blocks
 
 _WHOLE = Layout()
 

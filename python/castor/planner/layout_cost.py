@@ -1,6 +1,6 @@
 """Memory and time of a step in a layout, for each rank.
 
-A rank's stages are recorded on the meta device (castor.estimate.simulated_rank). The simulator of
+A rank's stages are recorded on the meta device (castor.planner.simulated_rank). The simulator of
 one rank moves chunks over the passes that the schedule runs. The pipeline's schedule and the
 collectives between ranks are added to its time.
 """
@@ -14,13 +14,13 @@ from typing import Any
 from castor import _C
 from castor.activations.block_profile import Events
 from castor.estimate import simulator
-from castor.estimate.cluster import Cluster
-from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import TraceEvent
-from castor.estimate.replicas import ranks_sharing_host_storage, reduced
-from castor.estimate.simulated_rank import SEQUENCE, SimulatedRank, StagePass
 from castor.estimate.workload import Overlap
+from castor.planner.cluster import Cluster
+from castor.planner.layouts import Layout
+from castor.planner.replicas import ranks_sharing_host_storage, reduced
+from castor.planner.simulated_rank import SEQUENCE, SimulatedRank, StagePass
 
 NO_NVME = 2**62
 """Host bytes with which nothing goes to NVMe; whether the host has room is checked later."""

@@ -10,13 +10,13 @@ from math import inf
 from castor import _C
 from castor.config.names import SCALAR_TYPES
 from castor.estimate import simulator
-from castor.estimate.cluster import Cluster
-from castor.estimate.layout_cost import NO_NVME, ROUNDING
-from castor.estimate.layouts import Layout
 from castor.estimate.machine import Machine
-from castor.estimate.replicas import ranks_sharing_host_storage, reduced
-from castor.estimate.simulated_rank import SimulatedRank, StagePass
 from castor.estimate.workload import Workload
+from castor.planner.cluster import Cluster
+from castor.planner.layout_cost import NO_NVME, ROUNDING
+from castor.planner.layouts import Layout
+from castor.planner.replicas import ranks_sharing_host_storage, reduced
+from castor.planner.simulated_rank import SimulatedRank, StagePass
 from castor.runtime.engine import WORKING_DTYPES
 
 _LARGEST_SHARED_CHUNK = 64 << 20

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from castor.config.names import SPLIT_GATHER, PipelineStyle
 from castor.distributed import Mode
-from castor.estimate.cluster import Cluster
+from castor.planner.cluster import Cluster
 
 LayoutActivations = Literal["keep", "recompute"]
 _MOST_STAGES_PER_RANK = 2

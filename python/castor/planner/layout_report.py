@@ -13,12 +13,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from castor.config.layout_plan import write_plan
-from castor.estimate.cluster import Cluster
 from castor.estimate.estimator import size
-from castor.estimate.layout_cost import Found, LayoutCost
-from castor.estimate.layout_search import LayoutSearch
-from castor.estimate.layouts import Layout
 from castor.estimate.workload import Workload
+from castor.planner.cluster import Cluster
+from castor.planner.layout_cost import Found, LayoutCost
+from castor.planner.layout_search import LayoutSearch
+from castor.planner.layouts import Layout
 
 BOUNDS = {
     "compute": "computing",

@@ -13,12 +13,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from castor.checkpoint.files import os_errors, write_file
-from castor.estimate.cluster import Cluster
-from castor.estimate.layout_report import BOUNDS, ranks_of, schedule_of
-from castor.estimate.layout_search import LayoutSearch
-from castor.estimate.scaling import Point, Scaling, first_that_fits, scaling
-from castor.estimate.scaling_page import scaling_page
 from castor.estimate.workload import Workload
+from castor.planner.cluster import Cluster
+from castor.planner.layout_report import BOUNDS, ranks_of, schedule_of
+from castor.planner.layout_search import LayoutSearch
+from castor.planner.scaling import Point, Scaling, first_that_fits, scaling
+from castor.planner.scaling_page import scaling_page
 
 _REMARKS = (
     "Predicted, not measured: each row is the fastest layout that castor plan finds for as many "
@@ -52,7 +52,7 @@ def scale_and_show(
 
     Raises:
         OSError: A file cannot be read or written.
-        UsageError, ValueError, TypeError: See scaling, and castor.estimate.layout_report.
+        UsageError, ValueError, TypeError: See scaling, and castor.planner.layout_report.
     """
     on = Cluster.read(cluster, workload.precision)
     search = LayoutSearch(config, workload)
