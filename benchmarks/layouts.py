@@ -247,8 +247,8 @@ def main() -> int:
     console = Console(width=110)
     machine = describe_machine()
 
-    from castor.planner.layout_search import LayoutSearch
     from castor.estimate.workload import Workload
+    from castor.planner.layout_search import LayoutSearch
 
     model = replace(QUICK, width=256, rows=8) if arguments.quick else MODEL
     rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
@@ -355,9 +355,9 @@ def search_large(layers: int) -> dict[str, Any]:
     """Seconds of a search for Llama 70B on 64 ranks, and how many layouts there are."""
     from transformers import LlamaConfig
 
+    from castor.estimate.workload import Workload
     from castor.planner.cluster import Cluster
     from castor.planner.layout_search import LayoutSearch
-    from castor.estimate.workload import Workload
 
     config = LlamaConfig(
         vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers,

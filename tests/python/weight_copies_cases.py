@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-import castor
 from grids import some
 from helpers import copies
 from rank_cases import CLOSE, EXACT, TOWER, RankCase, _of_rank, _tower_loss, boost, train
