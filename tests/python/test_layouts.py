@@ -176,7 +176,7 @@ def two_blocks(model: SimulatedModel, **settings: Any) -> tuple[StagePass, Stage
 def test_tensor_parallel_ranks_may_be_sequence_parallel(
     config: Path, recomputes: bool, more: float
 ) -> None:
-    """A block keeps half. What it exchanges is five quarters (0048-tokens-between-layers.md).
+    """A block keeps half. What it exchanges is five quarters (0048-sequence-parallelism.md).
 
     Where it runs again, its last sum does not; what it keeps is its input, which is gathered then.
     """
