@@ -3,7 +3,8 @@
 # One that fails does not stop the ones after it, so that a run tells all there is to mend; the exit
 # status is 1 if any failed. The last lines say what failed, for a reader who has only those: the tests that
 # a target names as FAILED or in ERROR, or else its own last lines.
-# Usage: run_phases.sh TARGET[+TARGET...]...
+# Targets behind --skip-after SECONDS are skipped where the run has taken longer than that by then.
+# Usage: run_phases.sh TARGET[+TARGET...]... [--skip-after SECONDS TARGET...]
 set -uo pipefail
 
 logs=build/phases
@@ -18,7 +19,19 @@ run() { # prints a target's output and keeps it; writes its result and seconds t
   echo "$result $((SECONDS - start))" >"$logs/$phase.result"
 }
 
-for group in "$@"; do
+limit=
+while [[ $# -gt 0 ]]; do
+  if [[ $1 == --skip-after ]]; then
+    limit=$2
+    shift 2
+    continue
+  fi
+  group=$1
+  shift
+  if [[ -n $limit && $SECONDS -gt $limit ]]; then
+    report+=("$(printf '%-12s skipped: %d s were over, of %d in which it may begin' "$group" "$SECONDS" "$limit")")
+    continue
+  fi
   IFS=+ read -ra phases <<<"$group"
   for phase in "${phases[@]}"; do
     run "$phase" &
@@ -26,14 +39,14 @@ for group in "$@"; do
   wait
   for phase in "${phases[@]}"; do
     read -r result seconds <"$logs/$phase.result"
-    report+=("$(printf '%-10s %-6s %5d s' "$phase" "$result" "$seconds")")
+    report+=("$(printf '%-12s %-6s %5d s' "$phase" "$result" "$seconds")")
     [[ $result == ok ]] || failed+=("$phase")
   done
 done
 
 printf '\n==== phases\n'
 printf '%s\n' "${report[@]}"
-printf '%-10s %-6s %5d s\n' total "" "$SECONDS"
+printf '%-12s %-6s %5d s\n' total "" "$SECONDS"
 if [[ ${#failed[@]} -gt 0 ]]; then
   for phase in "${failed[@]}"; do
     printf '\n== %s\n' "$phase"
