@@ -13,6 +13,7 @@
 
 #include "core/rank_meeting.h"
 #include "core/runtime.h"
+#include "store/chunk_gradients.h"
 #include "store/gradient_shards.h"
 #include "store/session_device.h"
 #include "store/stored_weights.h"
@@ -42,7 +43,7 @@ namespace castor {
 ///
 /// Owned by the session. One thread at a time runs backward and step; any thread may call wait()
 /// and bytes_moved().
-class GradientSink {
+class GradientSink final : public ChunkGradients {
  public:
   /// Adds the gradient payloads of every trainable chunk to `manager`, except those that are
   /// sharded in `shards` (nullptr: none are). `absent`: storages of the gradients that `weights`
@@ -54,7 +55,7 @@ class GradientSink {
                GradientShards* shards, GradientStorages& absent, Executor& executor,
                const SessionDevice& device, bool scaled,
                const std::shared_ptr<MemoryTier>& shared_tier = nullptr);
-  ~GradientSink();  // in the .cc file: Node is incomplete here
+  ~GradientSink() override;  // in the .cc file: Node is incomplete here
   GradientSink(const GradientSink&) = delete;
   GradientSink& operator=(const GradientSink&) = delete;
 
@@ -68,7 +69,7 @@ class GradientSink {
 
   /// Returns the gate's group of a chunk's gradients.
   [[nodiscard]] std::size_t group(ChunkId chunk) const noexcept {
-    return layout_.chunks().size() + index(chunk);
+    return gradient_group(layout_, chunk);
   }
   /// Moves a fresh gradient into its payload and makes p.grad a view of it. `nested`: a pass within
   /// another one brings the gradient. Returns the chunk if no more gradients can come for it.
@@ -76,7 +77,7 @@ class GradientSink {
                                                bool nested);
   /// Notes that several passes of this step may bring gradients of these chunks.
   void expect_several_passes(std::span<const ChunkId> chunks);
-  [[nodiscard]] bool in_several_passes(ChunkId chunk) const {
+  [[nodiscard]] bool in_several_passes(ChunkId chunk) const override {
     return in_several_passes_[index(chunk)];
   }
   /// Sets the scale of the loss that the coming backward passes differentiate (fp16); 1 without
@@ -87,20 +88,11 @@ class GradientSink {
   void refuse_edits() { refuses_edits_ = true; }
 
   // For several ranks, whose gradients RankGradients reduces to their mean.
-  /// Returns which gradients this rank has.
-  [[nodiscard]] GradientMarks marks() const;
-  /// Brings a gradient into the parameter's payload, since some rank has one, of a loss with that
-  /// scale: this rank's own, or zeros where it has none.
-  void make_present(ParamId param, double scale);
-  /// Calls `work` while all of the chunk's gradients are in memory, complete. `work` makes them
-  /// those of all ranks.
-  void average(ChunkId chunk, const std::function<void()>& work);
-  /// Notes that all of the chunk's gradients have come, and become those of all ranks without
-  /// average().
-  void hand_over(ChunkId chunk) { fresh_[index(chunk)] = false; }
-  /// Returns the chunk's gradient payload; nullptr where the chunk is frozen, or its gradients are
-  /// sharded.
-  [[nodiscard]] const Payload* payload(ChunkId chunk) const {
+  [[nodiscard]] GradientMarks marks() const override;
+  void make_present(ParamId param, double scale) override;
+  void average(ChunkId chunk, const std::function<void()>& work) override;
+  void hand_over(ChunkId chunk) override { fresh_[index(chunk)] = false; }
+  [[nodiscard]] const Payload* payload(ChunkId chunk) const override {
     return manager_.payload(chunk, PayloadKind::kGrad).get();
   }
 
@@ -118,28 +110,20 @@ class GradientSink {
 
   /// Returns whether the parameter required a gradient when it was taken over.
   [[nodiscard]] bool required(ParamId param) const { return gradients_[index(param)].required; }
-  /// Gives tensors over gradients that p.grad no longer refers to memory of their own, so that
-  /// their holders keep the values. Call before the chunk's payload is overwritten.
-  void leave_to_holders(ChunkId chunk);
-  /// Returns whether the parameter had a gradient at the last collect().
-  [[nodiscard]] bool present(ParamId param) const { return gradients_[index(param)].present; }
-  /// Returns whether nobody has written the parameter's gradient since castor did.
-  [[nodiscard]] bool untouched(ParamId param) const;
-  /// Returns when the chunk's gradients have arrived; rethrows a copy's failure.
-  void wait(ChunkId chunk);
-  /// Returns a fence behind what the device's kernels have been given to add to gradients in host
-  /// storage.
-  [[nodiscard]] std::unique_ptr<ComputeFence> fence() const { return device_.fence(); }
-  /// Returns the ticket of the chunk's latest gradient that is on its way; kNone if there is none.
-  [[nodiscard]] CopyTicket last_copy_of(ChunkId chunk) const {
+  void leave_to_holders(ChunkId chunk) override;
+  [[nodiscard]] bool present(ParamId param) const override {
+    return gradients_[index(param)].present;
+  }
+  [[nodiscard]] bool untouched(ParamId param) const override;
+  void wait(ChunkId chunk) override;
+  [[nodiscard]] std::unique_ptr<ComputeFence> fence() const override { return device_.fence(); }
+  [[nodiscard]] CopyTicket last_copy_of(ChunkId chunk) const override {
     return copies_ ? copies_->last_of(chunk) : CopyTicket::kNone;
   }
   /// Returns whether somebody holds another tensor over the chunk's gradients than p.grad.
   [[nodiscard]] bool aliased(ChunkId chunk) const;
-  /// Returns whether there is any tensor over the chunk's gradients.
-  [[nodiscard]] bool seen(ChunkId chunk) const;
-  /// Returns the contents that a full copy of the chunk's sharded gradients has to begin with.
-  [[nodiscard]] GradientShards::Contents contents_of_copy(ChunkId chunk) const;
+  [[nodiscard]] bool seen(ChunkId chunk) const override;
+  [[nodiscard]] GradientShards::Contents contents_of_copy(ChunkId chunk) const override;
   /// Returns the storage of the parameter's gradient in its payload; an empty one where there is no
   /// payload.
   [[nodiscard]] const c10::Storage& storage(ParamId param) const {

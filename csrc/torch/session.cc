@@ -201,7 +201,10 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
   if (ranks_) {
     // A backward pass ends with the mean of its gradients, so that what looks at p.grad after it
     // sees what one process with all batches would.
-    passes_->at_backward_end([this] { ranks_->gradients().end_backward(*gate_); });
+    passes_->at_backward_end([this] {
+      const GilRelease released;
+      ranks_->gradients().end_backward(*gate_);
+    });
   }
   budgets_->follow_torch(*options.backend,
                          account_of(budgets_->tensors_of_torch(), options.backend));
@@ -335,9 +338,9 @@ void Session::watch_tensors(Overlap overlap, std::span<const std::size_t> others
         const auto session = weak.lock();  // an operator may be the last that uses the model
         return session ? session->visit_groups(uses) : nullptr;
       });
+  steps_ = at::zeros({static_cast<std::int64_t>(params_.size())}, at::kFloat);
   updater_ = std::make_unique<Updater>(
       Updater::Parts{.layout = layout_,
-                     .params = params_,
                      .updates = *chunk_updates_,
                      .places = *state_store_,
                      .gradients = *gradients_,
@@ -346,7 +349,16 @@ void Session::watch_tensors(Overlap overlap, std::span<const std::size_t> others
                      .integrity = integrity_,
                      .copies = *copy_engine_,
                      .device = own_device_,
-                     .queue = update_queue_.get()},
+                     .queue = update_queue_.get(),
+                     .steps = [this](ParamId param) -> float& {
+                       return steps_.mutable_data_ptr<float>()[index(param)];
+                     },
+                     // As torch's in-place update does: a graph that saved the old weights must not
+                     // be replayed.
+                     .replaced =
+                         [this](ParamId param) {
+                           params_[index(param)].local.unsafeGetTensorImpl()->bump_version();
+                         }},
       overlap, [this](ChunkId chunk) { return aliased(chunk) || param_memory_->rebound(chunk); });
   guard_weights();
   state_views_ = std::make_unique<StateViews>(params_.size());
@@ -588,6 +600,7 @@ void Session::reduce_gradients(std::optional<std::size_t> optimizer) {
   own_device_.follow_stream();
   param_memory_->take_up_all();
   if (ranks_) {
+    const GilRelease released;
     ranks_->gradients().begin_step(optimizer, *gate_);
   }
 }

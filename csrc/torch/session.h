@@ -27,12 +27,12 @@
 #include "torch/optimizer_state.h"
 #include "torch/param_memory.h"
 #include "torch/passes.h"
-#include "torch/session_ranks.h"
+#include "store/session_ranks.h"
 #include "torch/state_views.h"
 #include "torch/step_events.h"
 #include "torch/tensor_gate.h"
 #include "torch/torch_device.h"
-#include "torch/updater.h"
+#include "store/updater.h"
 
 namespace castor {
 
@@ -215,8 +215,9 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void release_states(ParamId param) {
     state_views_->release(param, *gate_, index(layout_.place(param).chunk));
   }
-  /// Same as Updater::steps.
-  [[nodiscard]] const at::Tensor& steps() const noexcept { return updater_->steps(); }
+  /// Returns the steps that the optimizer states have taken (UpdateRule::steps_states), one float32
+  /// per parameter. Torch's `step` entries are views of this tensor.
+  [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
   [[nodiscard]] std::uint64_t gradient_bytes_moved() const noexcept {
     return gradients_->bytes_moved();
   }
@@ -307,6 +308,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   ChunkReads reads_;
   // Group i: parameters and states of chunk i; GradientSink::group(i): its gradients.
   std::shared_ptr<TensorGate> gate_;
+  at::Tensor steps_;
   std::unique_ptr<Updater> updater_;
   std::unique_ptr<StateViews> state_views_;
   bool in_child_ = false;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/mutex.h"
+#include "store/operator_gate.h"
 
 namespace castor {
 
@@ -37,7 +38,7 @@ namespace castor {
 ///
 /// Owned by the session. Thread-safe. `settle` and `visit` must not come back to the gate, and a
 /// reader never does.
-class TensorGate : public std::enable_shared_from_this<TensorGate> {
+class TensorGate final : public OperatorGate, public std::enable_shared_from_this<TensorGate> {
  public:
   enum class Guard : std::uint8_t {
     kNone,
@@ -61,7 +62,7 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   /// Makes a gate with open groups. `visit` may be empty where no group is guarded.
   static std::shared_ptr<TensorGate> create(std::size_t num_groups, Settle settle, Reader reader,
                                             Visit visit = {});
-  ~TensorGate();
+  ~TensorGate() override;
   TensorGate(const TensorGate&) = delete;
   TensorGate& operator=(const TensorGate&) = delete;
 
@@ -77,20 +78,16 @@ class TensorGate : public std::enable_shared_from_this<TensorGate> {
   /// Ends what watch() began. Opens the group as pass() does. Positions of tensors that were
   /// watched later shift.
   void unwatch(std::size_t group, const at::Tensor& tensor);
-  void close(std::size_t group);
-  /// Opens the group. No effect on an open group.
-  void open(std::size_t group);
+  void close(std::size_t group) override;
+  void open(std::size_t group) override;
   /// Notes that a reader has begun with the group. No call notes its end, since the reader waits
   /// for nobody.
   void share(std::size_t group);
-  /// Waits for a closed group and opens it. Rethrows what settle throws; the group stays closed
-  /// then.
-  void pass(std::size_t group);
+  void pass(std::size_t group) override;
   /// Same as pass(group), for an operator on `tensor`, which is the group's or an alias. Waits for
   /// the reader too if the operator `writes`. Returns how the group is guarded.
   Guard pass(std::size_t group, const at::Tensor& tensor, bool writes);
-  /// Same as pass(group), for every group. Costs next to nothing while all are open.
-  void pass_all();
+  void pass_all() override;
   [[nodiscard]] std::shared_ptr<void> visit(std::span<const Use> uses) { return visit_(uses); }
 
  private:

@@ -321,6 +321,28 @@ def nothing_of_pythons(directory: Path) -> None:
         vars(distributed).update(own)
 
 
+def lazy_in_any_order(directory: Path) -> None:
+    """Weights of one shape that each rank reads in an order of its own, as loading threads do."""
+    files = [torch.full((8, 8), float(i)) for i in range(12)]
+    with _of_rank() as rank:
+        torch.manual_seed(0)
+        with castor.LazyInitContext():
+            drawn = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in files))
+            read = nn.ModuleList(nn.Linear(8, 8, bias=False, device="meta") for _ in files)
+            order = list(range(len(files)))
+            for i in order[::-1] if rank else order:
+                with torch.no_grad():
+                    drawn[i].weight.copy_(files[i])
+                read[i].weight = nn.Parameter(torch.zeros(8, 8) + files[i])
+            model = nn.Sequential(drawn, *read, nn.Linear(8, 8))
+        model, _ = castor.Booster(castor.GeminiPlugin(device="cpu")).boost(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )[:2]
+        values = [[float(layer.weight[0, 0]) for layer in layers] for layers in (drawn, read)]
+        print(values == 2 * [[float(i) for i in range(len(files))]])
+        torch.save(model.state_dict(), directory / f"{rank}.pt")
+
+
 _OF_TENSORS = (
     *("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "broadcast"),
     *("broadcast_object_list", "gather_object", "scatter_object_list"),
@@ -370,7 +392,7 @@ def shows_states(directory: Path) -> None:
 
 BESIDE_ONE_ANOTHER = (
     different_models, shuffles_differently, one_passes_more, steps_differently, one_saves,
-    nothing_of_pythons, others_weights, overflow_on_one, shows_states,
+    lazy_in_any_order, nothing_of_pythons, others_weights, overflow_on_one, shows_states,
 )  # fmt: skip
 
 

@@ -244,6 +244,13 @@ def test_a_save_that_one_rank_does_not_take_part_in_is_named(beside: Path) -> No
         )
 
 
+def test_lazy_weights_are_their_own_in_whatever_order_ranks_read_them(beside: Path) -> None:
+    case = beside / "lazy_in_any_order"
+    assert printed(case) == ["True\n"] * 2
+    first, second = (torch.load(case / f"{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_nothing_that_castor_sends_is_a_tensor_of_pythons(beside: Path) -> None:
     for output in printed(beside / "nothing_of_pythons"):
         assert output.split() == ["1", "True"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +30,19 @@ def run(
 
     Args:
         program: What was recorded.
-        results: What to compute.
+        results: What to compute. What draws no random numbers is computed in this order.
         done: Called once for each.
         place: Gives a contiguous tensor for a result that is about to be made, of its size and
             dtype; None to allocate. Only asked for results that fill their memory.
     """
     program.check_constants()
-    wanted = set(results)
-    operations = program.needed_for({value.memory for value in wanted}, draws=True)
+    wanted = dict.fromkeys(results)
+    position: dict[int, int] = {}
+    for i, value in enumerate(wanted):
+        position.setdefault(value.memory, i)
+    operations = program.needed_for(set(position), draws=True)
     with program.generators_followed():
-        _execute(program, _one_after_the_other(operations), wanted, done, place)
+        _execute(program, _one_after_the_other(operations, position), wanted, done, place)
 
 
 def compute(program: Program, value: Value) -> torch.Tensor | None:
@@ -56,7 +59,7 @@ def compute(program: Program, value: Value) -> torch.Tensor | None:
 def _execute(
     program: Program,
     operations: list[Operation],
-    wanted: set[Value],
+    wanted: Iterable[Value],
     done: Callable[[Value, torch.Tensor], None],
     place: Callable[[Value], torch.Tensor | None],
 ) -> None:
@@ -76,12 +79,42 @@ def _execute(
                 contents.forget(memory)
 
 
-def _one_after_the_other(operations: list[Operation]) -> list[Operation]:
+def _one_after_the_other(
+    operations: list[Operation], position: Mapping[int, int]
+) -> list[Operation]:
     """Another order that gives the same values, in which fewer are under way at the same time.
 
-    What draws random numbers, and has to do with what does, stays in order and goes first. The rest
-    are sets of operations that have nothing to do with each other, as of tensors read from files.
+    What draws random numbers, and has to do with what does, goes first; random draws stay in order.
+    The rest are sets of operations that have nothing to do with each other, as of tensors read from
+    files. Sets are in the order of `position`, whatever order several threads recorded them in:
+    ranks finish the same parameter at the same time.
+
+    Args:
+        operations: What is to run, as it was recorded.
+        position: Positions of the results, by the memory that they lie in.
     """
+    sets = _independent(operations, position)
+    drawn = {id(op) for together in sets if any(op.random for op in together) for op in together}
+    ordered: list[Operation] = []
+    between: list[Operation] = []
+    """Operations since the last random draw."""
+    for operation in operations:
+        if id(operation) not in drawn:
+            continue
+        if operation.random:
+            ordered += [op for together in _independent(between, position) for op in together]
+            ordered.append(operation)
+            between = []
+        else:
+            between.append(operation)
+    ordered += [op for together in _independent(between, position) for op in together]
+    return ordered + [op for together in sets for op in together if id(op) not in drawn]
+
+
+def _independent(
+    operations: list[Operation], position: Mapping[int, int]
+) -> list[list[Operation]]:
+    """Splits operations into sets that share no memory, in the order of their first results."""
     root: dict[int, int] = {}
 
     def find(memory: int) -> int:
@@ -94,12 +127,15 @@ def _one_after_the_other(operations: list[Operation]) -> list[Operation]:
         first, *others = operation.memories()
         for other in others:
             root[find(other)] = find(first)
-    random = {find(next(iter(op.memories()))) for op in operations if op.random}
-    sets: dict[int | None, list[Operation]] = {None: []}
+    sets: dict[int, list[Operation]] = {}
     for operation in operations:
-        found = find(next(iter(operation.memories())))
-        sets.setdefault(None if found in random else found, []).append(operation)
-    return [operation for together in sets.values() for operation in together]
+        sets.setdefault(find(next(iter(operation.memories()))), []).append(operation)
+    last = len(position)
+
+    def first_result(together: list[Operation]) -> int:
+        return min(position.get(memory, last) for op in together for memory in op.memories())
+
+    return sorted(sets.values(), key=first_result)
 
 
 class _Lives:

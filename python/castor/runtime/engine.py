@@ -267,6 +267,8 @@ class Engine(CollectiveCalls):
     def _finish(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Makes host storage and master of a lazy parameter from its values."""
         if self.ranks:
+            name = self.names[self.index_of[param]]
+            self.ranks.check_equal({"the lazy parameter that gets its values next": name})
             self.ranks.share(values)
         if values.element_size() < param.element_size():  # they may be in memory of _place:
             values = values.clone()  # wider elements would overwrite values not read yet

@@ -1,4 +1,4 @@
-#include "torch/session_ranks.h"
+#include "store/session_ranks.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,6 +1,4 @@
-#include "torch/updater.h"
-
-#include <ATen/ATen.h>
+#include "store/updater.h"
 
 #include <algorithm>
 #include <exception>
@@ -15,14 +13,13 @@ Updater::Updater(const Parts& parts, Overlap overlap, std::function<bool(ChunkId
     : parts_(parts),
       overlap_(overlap),
       aliased_(std::move(aliased)),
-      steps_(at::zeros({static_cast<std::int64_t>(parts.params.size())}, at::kFloat)),
       updated_(parts.layout.chunks().size(), false) {}
 
 void Updater::check(const GroupOptions& options) const {
   const UpdateRule& rule = parts_.updates.rule();
-  if (options.group_of.size() != parts_.params.size()) {
+  if (options.group_of.size() != parts_.layout.params().size()) {
     throw InvalidArgument("group_of has " + std::to_string(options.group_of.size()) +
-                          " entries for " + std::to_string(parts_.params.size()) + " parameters");
+                          " entries for " + std::to_string(parts_.layout.params().size()) + " parameters");
   }
   check_options(rule, options.groups);
   for (const std::int64_t group : options.group_of) {
@@ -114,7 +111,7 @@ void Updater::step(const GroupOptions& options, double grad_scale) {
   parts_.device.follow_stream();
   check(options);
   std::vector<std::vector<ParamUpdate>> updates(parts_.layout.chunks().size());
-  for (std::size_t i = 0; i < parts_.params.size(); ++i) {
+  for (std::size_t i = 0; i < parts_.layout.params().size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const ChunkId chunk = parts_.layout.place(param).chunk;
     if (updated(chunk)) {
@@ -161,17 +158,16 @@ void Updater::check_used_gradient(ParamId param, const GroupOptions& options) co
 
 ParamUpdate Updater::next_update(ParamId param, const RuleOptions& options,
                                  double grad_scale) const {
-  const float taken = steps_.const_data_ptr<float>()[index(param)];
-  return parts_.updates.update_of(param, options, static_cast<std::int64_t>(taken) + 1, grad_scale);
+  const auto taken = static_cast<std::int64_t>(parts_.steps(param));
+  return parts_.updates.update_of(param, options, taken + 1, grad_scale);
 }
 
 // The updates are made, or under way.
 void Updater::count(std::span<const ParamUpdate> updates) {
   for (const ParamUpdate& update : updates) {
-    float& taken = steps_.mutable_data_ptr<float>()[index(update.param)];
+    float& taken = parts_.steps(update.param);
     taken = static_cast<float>(static_cast<std::int64_t>(taken) + (update.steps_states ? 1 : 0));
-    // As torch's in-place update does: a graph that saved the old weights must not be replayed.
-    parts_.params[index(update.param)].local.unsafeGetTensorImpl()->bump_version();
+    parts_.replaced(update.param);
   }
 }
 
@@ -231,7 +227,7 @@ void Updater::submit(ChunkId chunk, const std::vector<ParamUpdate>& updates) {
   }
   parts_.updates.begin(chunk);
   parts_.gate.close(index(chunk));
-  parts_.gate.close(parts_.gradients.group(chunk));
+  parts_.gate.close(gradient_group(parts_.layout, chunk));
   const CopyTicket gradients = parts_.gradients.last_copy_of(chunk);
   // The device may have written gradients where they are, beside those that were copied.
   const std::shared_ptr<ComputeFence> fence = parts_.device.fence();
@@ -256,7 +252,7 @@ void Updater::await_aliased(ChunkId chunk) {
   if (aliased_(chunk)) {
     parts_.queue->wait(chunk);  // nothing would hold its readers back
     parts_.gate.open(index(chunk));
-    parts_.gate.open(parts_.gradients.group(chunk));
+    parts_.gate.open(gradient_group(parts_.layout, chunk));
   }
 }
 

@@ -18,7 +18,7 @@
 #include "store/rank_states.h"
 #include "store/session_device.h"
 #include "store/state_store.h"
-#include "torch/rank_gradients.h"
+#include "store/rank_gradients.h"
 
 namespace castor {
 
@@ -36,7 +36,7 @@ class SessionRanks {
   /// outlive this. `host_storage`: see RankWeights. `gradient_shards`: the sharded gradients;
   /// nullptr where there are none. `copies`: DeviceBackend::make_staging_engine().
   SessionRanks(const RankGroups& groups, ChunkManager& chunks, const ShardMap& shards,
-               GradientSink& gradients, GradientShards* gradient_shards, const StateStore& places,
+               ChunkGradients& gradients, GradientShards* gradient_shards, const StateStore& places,
                const RankHostStorage& host_storage, std::shared_ptr<CopyEngine> copies,
                Executor& executor)
       : layout_(chunks.layout()),
@@ -46,7 +46,7 @@ class SessionRanks {
                   : groups.link + ", but not host storage: " + host_storage.refusal()),
         meeting_(*passes_, layout_),
         gradients_(groups.gradients, meeting_, layout_,
-                   {.sink = gradients,
+                   {.gradients = gradients,
                     .storage = host_storage.gradients().storage.get(),
                     .gradient_shards = gradient_shards,
                     .shards = shards,

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -16,8 +14,8 @@
 #include "store/chunk_updates.h"
 #include "store/run_integrity.h"
 #include "store/session_device.h"
-#include "torch/gradient_sink.h"
-#include "torch/tensor_gate.h"
+#include "store/chunk_gradients.h"
+#include "store/operator_gate.h"
 
 namespace castor {
 
@@ -36,31 +34,31 @@ struct GroupOptions {
 };
 
 /// Schedule of the updates of chunks: in step(), beside what follows it, or in backward
-/// (core/overlap.h). Also counts the steps of each parameter. Owned by the session. One thread at a
+/// (core/overlap.h). Counts the steps of each parameter. Owned by the session. One thread at a
 /// time runs backward and step; wait(), updated() and the checks may be called from any thread.
 class Updater {
  public:
   /// Objects that the updater works on. All outlive it.
   struct Parts {
     const ChunkLayout& layout;
-    std::span<const ParamHandle> params;
     ChunkUpdates& updates;
     StateStore& places;
-    GradientSink& gradients;
+    ChunkGradients& gradients;
     Runtime& runtime;
-    TensorGate& gate;
+    OperatorGate& gate;
     RunIntegrity& integrity;
     CopyEngine& copies;
     const SessionDevice& device;
     UpdateQueue* queue;  ///< runs updates beside the caller; nullptr with Overlap::kNone
+    /// Returns the place of the steps that a parameter's states have taken
+    /// (UpdateRule::steps_states).
+    std::function<float&(ParamId)> steps;
+    /// Called when a parameter has got a new value, or is about to get one.
+    std::function<void(ParamId)> replaced;
   };
   /// `aliased` tells whether somebody holds a tensor over a chunk's memory that the gate does not
   /// watch.
   Updater(const Parts& parts, Overlap overlap, std::function<bool(ChunkId)> aliased);
-
-  /// Returns the steps that the states have taken (UpdateRule::steps_states), one float32 per
-  /// parameter. Torch's `step` entries are views of this tensor.
-  [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
 
   /// Sets the options with which the coming backward updates what it completes, with
   /// Overlap::kBackward; no effect in other modes. step() has to be given the same options.
@@ -114,7 +112,6 @@ class Updater {
   const Parts parts_;
   const Overlap overlap_;
   const std::function<bool(ChunkId)> aliased_;
-  at::Tensor steps_;
   GroupOptions armed_;              // no groups: nothing is updated before step()
   std::vector<ChunkId> completed_;  // gradients complete, update not submitted
   mutable Mutex mutex_;             // no other mutex is taken while it is held

@@ -18,8 +18,8 @@
 #include "ranks/rank_figures.h"
 #include "ranks/rank_reduction.h"
 #include "store/gradient_shards.h"
-#include "torch/gradient_sink.h"
-#include "torch/tensor_gate.h"
+#include "store/chunk_gradients.h"
+#include "store/operator_gate.h"
 
 namespace castor {
 
@@ -38,7 +38,7 @@ class RankGradients {
  public:
   /// Places of the gradients.
   struct Places {
-    GradientSink& sink;
+    ChunkGradients& gradients;
     const SharedHostStorage* storage;  ///< host storage that ranks share; nullptr: there is none
     GradientShards* gradient_shards;   ///< sharded gradients; nullptr: there are none
     const ShardMap& shards;            ///< map of those shards
@@ -53,7 +53,7 @@ class RankGradients {
   bool synchronise(bool on) noexcept { return std::exchange(synchronised_, on); }
   /// Prepares for a gradient that is about to go into the chunk's payload. Throws OutOfMemory.
   /// Throws Error where the gradient is added to shards of a rank that is gone.
-  void arriving(ChunkId chunk, TensorGate& gate);
+  void arriving(ChunkId chunk, OperatorGate& gate);
   /// Prepares for somebody else who is about to write the chunk's gradients. Throws OutOfMemory.
   /// May be called from any thread.
   void writing(ChunkId chunk) {
@@ -68,14 +68,15 @@ class RankGradients {
   /// them.
   [[nodiscard]] bool in_shared_host_storage(ChunkId chunk) const;
   /// Notes that the pass under way brings no more gradients of the chunk, which has all of them.
-  void completed(ChunkId chunk, TensorGate& gate);
+  void completed(ChunkId chunk, OperatorGate& gate);
   /// Returns when the chunk's gradients are not being reduced.
   void wait(ChunkId chunk);
-  /// Ends the outermost backward pass: reduces gradients, if passes are synchronised.
-  void end_backward(TensorGate& gate);
+  /// Ends the outermost backward pass: reduces gradients, if passes are synchronised. Waits for
+  /// the other ranks: the caller gives Python's lock up for this and for begin_step().
+  void end_backward(OperatorGate& gate);
   /// Reduces what is left before a step, which may not be taken with gradients that the others do
   /// not have. `optimizer`: number of the optimizer that steps, of several.
-  void begin_step(std::optional<std::size_t> optimizer, TensorGate& gate) {
+  void begin_step(std::optional<std::size_t> optimizer, OperatorGate& gate) {
     average(MeetingPoint::kStep, gate, optimizer);
   }
   void end_step() noexcept { meeting_.end_step(); }
@@ -99,15 +100,15 @@ class RankGradients {
   [[nodiscard]] bool has_copy(ChunkId chunk);  // in shared host storage; not for shards
   [[nodiscard]] Reservation pay_for_copy(ChunkId chunk);
   void drop_copy(ChunkId chunk);
-  void forget_last_step(TensorGate& gate);
+  void forget_last_step(OperatorGate& gate);
   void reduce(ChunkId chunk);
-  void average(MeetingPoint point, TensorGate& gate, std::optional<std::size_t> optimizer = {});
+  void average(MeetingPoint point, OperatorGate& gate, std::optional<std::size_t> optimizer = {});
   [[nodiscard]] GradientMarks meet(MeetingPoint point, std::optional<std::size_t> optimizer);
 
   const std::shared_ptr<Collectives> ranks_;
   RankMeeting& meeting_;
   const ChunkLayout& layout_;
-  GradientSink& gradients_;
+  ChunkGradients& gradients_;
   const SharedHostStorage* const shared_storage_;
   GradientShards* const gradient_shards_;
   const ShardMap& shards_;

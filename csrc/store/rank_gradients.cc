@@ -1,11 +1,10 @@
-#include "torch/rank_gradients.h"
+#include "store/rank_gradients.h"
 
 #include <algorithm>
 #include <string>
 
 #include "core/units.h"
 #include "ranks/piece_norms.h"
-#include "torch/gil.h"
 
 namespace castor {
 namespace {
@@ -32,7 +31,7 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
     : ranks_(std::move(ranks)),
       meeting_(meeting),
       layout_(layout),
-      gradients_(places.sink),
+      gradients_(places.gradients),
       shared_storage_(places.storage),
       gradient_shards_(places.gradient_shards),
       shards_(places.shards),
@@ -71,7 +70,7 @@ bool RankGradients::in_shared_host_storage(ChunkId chunk) const {
          shared_storage_->contains(payload->host_storage());
 }
 
-void RankGradients::arriving(ChunkId chunk, TensorGate& gate) {
+void RankGradients::arriving(ChunkId chunk, OperatorGate& gate) {
   if (!copied(chunk)) {
     return;
   }
@@ -87,7 +86,7 @@ void RankGradients::arriving(ChunkId chunk, TensorGate& gate) {
   if (!sharded(chunk) && has_copy(chunk)) {
     return;
   }
-  gate.pass(gradients_.group(chunk));  // the last update may still read what it will hide
+  gate.pass(gradient_group(layout_, chunk));  // the last update may still read what it will hide
   gradients_.leave_to_holders(chunk);
   take_copy(chunk);
   if (!sharded(chunk) && !gradients_.seen(chunk)) {
@@ -97,7 +96,7 @@ void RankGradients::arriving(ChunkId chunk, TensorGate& gate) {
 }
 
 // What was written between backward and step, and nobody can see any more.
-void RankGradients::forget_last_step(TensorGate& gate) {
+void RankGradients::forget_last_step(OperatorGate& gate) {
   for (std::size_t i = 0; i < handed_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     if (copied(chunk)) {
@@ -110,7 +109,7 @@ void RankGradients::forget_last_step(TensorGate& gate) {
       shared_storage_->forget(
           {gradients_.payload(chunk)->host_storage(), gradients_.payload(chunk)->bytes()});
     } else if (gradient_shards_->has_copy(chunk)) {
-      gate.pass(gradients_.group(chunk));  // the last update may still read it
+      gate.pass(gradient_group(layout_, chunk));  // the last update may still read it
     }
     drop_copy(chunk);
   }
@@ -167,7 +166,7 @@ void RankGradients::drop_copy(ChunkId chunk) {
   copies_[index(chunk)].release();
 }
 
-void RankGradients::completed(ChunkId chunk, TensorGate& gate) {
+void RankGradients::completed(ChunkId chunk, OperatorGate& gate) {
   if (!synchronised_ || !copied(chunk) || handed_[index(chunk)]) {
     return;
   }
@@ -175,7 +174,7 @@ void RankGradients::completed(ChunkId chunk, TensorGate& gate) {
   if (reductions_->complete(chunk)) {
     handed_[index(chunk)] = true;
     gradients_.hand_over(chunk);
-    gate.close(gradients_.group(chunk));
+    gate.close(gradient_group(layout_, chunk));
   }
 }
 
@@ -187,7 +186,7 @@ void RankGradients::wait(ChunkId chunk) {
   }
 }
 
-void RankGradients::end_backward(TensorGate& gate) {
+void RankGradients::end_backward(OperatorGate& gate) {
   if (synchronised_) {
     average(MeetingPoint::kBackwardEnd, gate);
   }
@@ -200,9 +199,8 @@ GradientMarks RankGradients::meet(MeetingPoint point, std::optional<std::size_t>
   return or_leave(*ranks_, [&] { return meeting_.meet(point, own, optimizer); });
 }
 
-void RankGradients::average(MeetingPoint point, TensorGate& gate,
+void RankGradients::average(MeetingPoint point, OperatorGate& gate,
                             std::optional<std::size_t> optimizer) {
-  const GilRelease released;
   const RankFigures::Timed timed(figures_);
   const GradientMarks all = meet(point, optimizer);
   std::vector<bool> reduced(all.fresh.size(), false);
@@ -214,7 +212,7 @@ void RankGradients::average(MeetingPoint point, TensorGate& gate,
     if (!all.fresh[i] && !all.handed[i]) {
       continue;
     }
-    gate.pass(gradients_.group(chunk));  // the last update has read them, and copies have arrived
+    gate.pass(gradient_group(layout_, chunk));  // the last update has read them, and copies have arrived
     if (!all.fresh[i] && reduced[i]) {
       continue;
     }
