@@ -68,7 +68,7 @@ bool ChunkManager::try_promote(ChunkId chunk) {
       update_pending(chunk) || stored(chunk)) {
     throw UsageError(
         "chunk " + std::to_string(index(chunk)) +
-        " cannot be promoted: it is not a streamed chunk at home, its home is on NVMe, "
+        " cannot become resident: it is not a streamed chunk in host memory, it is on NVMe, "
         "or its update is pending");
   }
   std::array<Block, kNumPayloadKinds> blocks;

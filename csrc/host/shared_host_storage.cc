@@ -51,7 +51,7 @@ class SharedHostStorage::View {
     void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
                               file_, /*offset=*/0);
     if (data == MAP_FAILED) {
-      close_and_fail("mapping the ranks' homes");
+      close_and_fail("mapping the ranks' host storage");
     }
     data_ = static_cast<std::byte*>(data);
     pages_.withhold_from_children(data_, bytes_);
@@ -128,7 +128,7 @@ class SharedHostStorage::View {
     if (!begun_.contains(block)) {
       return false;
     }
-    map_at(block, bytes, /*kind=*/0, file_, "forgetting copies of the ranks' homes");
+    map_at(block, bytes, /*kind=*/0, file_, "forgetting copies of the ranks' host storage");
     begun_.erase(block);
     return true;
   }
@@ -187,7 +187,7 @@ class SharedHostStorage::ViewArena final : public Arena {
     const std::size_t begin = taken_.fetch_add(size_of(bytes));
     if (begin + bytes > view_->bytes()) {
       throw OutOfMemory(TierKind::kHost, bytes, view_->bytes() - std::min(begin, view_->bytes()),
-                        view_->bytes(), "the ranks' homes were made for other chunks");
+                        view_->bytes(), "the ranks' host storage was made for other chunks");
     }
     return view_->data() + begin;
   }
@@ -213,7 +213,7 @@ class SharedHostStorage::ViewArena final : public Arena {
 SharedHostStorage::SharedHostStorage(int file, std::size_t bytes)
     : common_(file, bytes), view_(std::make_shared<View>(file, bytes)) {
   if (common_.data() == nullptr) {
-    fail("mapping the ranks' homes");
+    fail("mapping the ranks' host storage");
   }
 }
 
@@ -262,7 +262,7 @@ void SharedHostStorage::forget(std::span<std::byte> block) const {
   }
   view_->for_each_copied(block, [](std::span<std::byte> pages) {
     if (::madvise(pages.data(), pages.size(), MADV_DONTNEED) != 0) {
-      fail("forgetting copies of the ranks' homes");
+      fail("forgetting copies of the ranks' host storage");
     }
   });
 }

@@ -82,7 +82,7 @@ class RankTensors {
   }
 
   void all_reduce(const at::Tensor& values) {
-    ranks().set_place("sums what parts of a layer give");
+    ranks().set_place("sums the outputs of tensor-parallel layers");
     if (sends_from_device(values)) {
       device_->all_reduce(values);
       return;
@@ -95,7 +95,7 @@ class RankTensors {
     if (into.nbytes() != own.nbytes() * ranks().size()) {
       throw InvalidArgument("what is gathered has another size than what the ranks give");
     }
-    ranks().set_place("gathers what parts of a layer, or of sequences, give");
+    ranks().set_place("gathers shards of activations");
     if (own.nbytes() == 0) {
       return;
     }

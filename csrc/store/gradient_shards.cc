@@ -9,8 +9,8 @@ namespace castor {
 namespace {
 
 const std::string kSharded =
-    "these gradients are in parts on several ranks (zero_stage=2 or 3; or were, until their model "
-    "was dropped) and have no address. Operators bring them together: take a .clone() before "
+    "these gradients are sharded over ranks (zero_stage=2 or 3; or were, until their model "
+    "was dropped) and have no address. Operators gather them: take a .clone() before "
     "numpy(), data_ptr() or torch.save";
 constexpr char kNoRoom[] =
     "a rank has all of a chunk's gradients until all ranks have theirs (all chunks' under "

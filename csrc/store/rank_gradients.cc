@@ -212,7 +212,8 @@ void RankGradients::average(MeetingPoint point, OperatorGate& gate,
     if (!all.fresh[i] && !all.handed[i]) {
       continue;
     }
-    gate.pass(gradient_group(layout_, chunk));  // the last update has read them, and copies have arrived
+    gate.pass(
+        gradient_group(layout_, chunk));  // the last update has read them, and copies have arrived
     if (!all.fresh[i] && reduced[i]) {
       continue;
     }

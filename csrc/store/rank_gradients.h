@@ -17,8 +17,8 @@
 #include "ranks/device_staging.h"
 #include "ranks/rank_figures.h"
 #include "ranks/rank_reduction.h"
-#include "store/gradient_shards.h"
 #include "store/chunk_gradients.h"
+#include "store/gradient_shards.h"
 #include "store/operator_gate.h"
 
 namespace castor {

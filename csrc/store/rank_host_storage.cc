@@ -27,7 +27,7 @@ RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Plac
   }
   nodes_ = options.ranks->passes->size() / sharing;
   if (nodes_ > 1 && options.zero_stage > 1) {
-    refusal_ = "zero_stage=" + std::to_string(options.zero_stage) + " cuts them over all ranks";
+    refusal_ = "zero_stage=" + std::to_string(options.zero_stage) + " shards it over all ranks";
     return;
   }
   if (options.backend->computes_by_itself()) {

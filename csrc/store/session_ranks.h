@@ -14,11 +14,11 @@
 #include "core/rank_meeting.h"
 #include "ranks/device_staging.h"
 #include "ranks/rank_weights.h"
+#include "store/rank_gradients.h"
 #include "store/rank_host_storage.h"
 #include "store/rank_states.h"
 #include "store/session_device.h"
 #include "store/state_store.h"
-#include "store/rank_gradients.h"
 
 namespace castor {
 

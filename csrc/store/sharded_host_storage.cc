@@ -33,7 +33,7 @@ void check_copies(const SessionOptions& options, const RankHostStorage& common) 
                      ": one on each machine, whose ranks share its "
                      "memory; give extra_dp_size=1" +
                      (common.nodes() > 1 ? " or " + nodes +
-                                               ", or zero_stage=3, which cuts weights over ranks "
+                                               ", or zero_stage=3, which shards weights over ranks "
                                                "of all machines"
                                          : ""));
   }
@@ -82,13 +82,13 @@ ShardedHostStorage::ShardedHostStorage(const ChunkLayout& layout,
   }
   check_equal_on_all(ranks, on_host);
   if (bytes == 0) {
-    throw UsageError("zero_stage=" + std::to_string(stage_) + " cuts " +
+    throw UsageError("zero_stage=" + std::to_string(stage_) + " shards " +
                      (stage_ == 3 ? "weights" : "gradients") +
-                     " that have their home on the host, and all of this model's are on the "
+                     " that have host storage, and all of this model's are on the "
                      "device: give placement_policy=\"auto\" or \"cpu\", or zero_stage=1");
   }
   memory_ = host.allocate(bytes,
-                          "this rank's part of the weights and gradients has no room there; "
+                          "this rank's shard of the weights and gradients has no room there; "
                           "raise host_memory, or train on more ranks");
   std::vector<std::span<std::byte>> shards;
   std::size_t offset = 0;
@@ -116,7 +116,7 @@ void ShardedHostStorage::make_window(const ChunkLayout& layout, MemoryTier& host
     }
   }
   window_ = host.allocate(ChunkStream::memory_bytes(largest, kSlots, kSlotAlignment),
-                          "weights that are in parts on several ranks come together in a window "
+                          "a window gathers weights that are sharded over ranks "
                           "there; raise host_memory, or make chunks smaller (chunk_bytes)");
   stream_ = std::make_unique<ChunkStream>(std::move(chunks), executor,
                                           std::span(window_.data(), window_.bytes()),
@@ -135,12 +135,12 @@ ShardedHostStorage make_sharded_host_storage(const ChunkLayout& layout,
   const bool trains = std::any_of(layout.chunks().begin(), layout.chunks().end(),
                                   [](const ChunkSpec& chunk) { return chunk.trainable; });
   if (options.zero_stage == 2 && !trains) {
-    return {};  // there are no gradients to cut
+    return {};  // there are no gradients to shard
   }
   if (options.ranks->reads == nullptr) {
     if (options.zero_stage > 1) {
       throw UsageError("zero_stage=" + std::to_string(options.zero_stage) +
-                       " goes with ranks that share their homes here, and these do not (" +
+                       " goes with ranks that share host storage here, and these do not (" +
                        options.ranks->link + "; " + common.refusal() + "); give zero_stage=1");
     }
     return {};

@@ -14,11 +14,11 @@ constexpr char kOnNvme[] =
     "data_ptr() or torch.save. Savers of others take model.state_dict(), which makes addresses in "
     "files, and booster.save_model writes the model without any";
 constexpr char kOnRanks[] =
-    "these parameters are in parts on several ranks (zero_stage=3; or were, until their model was "
-    "dropped) and have no address. Operators bring them together: take a .clone() before numpy(), "
+    "these parameters are sharded over ranks (zero_stage=3; or were, until their model was "
+    "dropped) and have no address. Operators gather them: take a .clone() before numpy(), "
     "data_ptr() or torch.save, or write the model with booster.save_model";
 constexpr char kNotWritable[] =
-    "weights that are in parts on several ranks (zero_stage=3) change in optimizer.step() and in "
+    "weights that are sharded over ranks (zero_stage=3) change in optimizer.step() and in "
     "loads alone: what each rank writes between would come to the others at different times. Edit "
     "them before booster.boost, load them with booster.load or booster.load_model, or give "
     "zero_stage=1";

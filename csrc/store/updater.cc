@@ -19,7 +19,8 @@ void Updater::check(const GroupOptions& options) const {
   const UpdateRule& rule = parts_.updates.rule();
   if (options.group_of.size() != parts_.layout.params().size()) {
     throw InvalidArgument("group_of has " + std::to_string(options.group_of.size()) +
-                          " entries for " + std::to_string(parts_.layout.params().size()) + " parameters");
+                          " entries for " + std::to_string(parts_.layout.params().size()) +
+                          " parameters");
   }
   check_options(rule, options.groups);
   for (const std::int64_t group : options.group_of) {

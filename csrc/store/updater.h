@@ -11,11 +11,11 @@
 #include "core/overlap.h"
 #include "core/runtime.h"
 #include "parallel/update_queue.h"
+#include "store/chunk_gradients.h"
 #include "store/chunk_updates.h"
+#include "store/operator_gate.h"
 #include "store/run_integrity.h"
 #include "store/session_device.h"
-#include "store/chunk_gradients.h"
-#include "store/operator_gate.h"
 
 namespace castor {
 

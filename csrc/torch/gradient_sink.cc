@@ -415,7 +415,7 @@ GradientSummary GradientSink::collect(bool with_norm, const Measure& measure_sha
       adopt(param, grad, 0);
     } else if (refuses_edits_ && !untouched(param) && gradient.view.any().item<bool>()) {
       throw UsageError("the gradient of parameter '" + layout_.param(param).name +
-                       "' was edited in place, and ranks divide this model: "
+                       "' was edited in place, and ranks shard this model: "
                        "clip_grad_norm_ takes the norm of this rank's part for the model's; clip "
                        "with the plugin's max_norm, which counts all parts, and edit gradients in "
                        "hooks (param.register_hook) or assign them");

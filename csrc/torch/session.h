@@ -18,21 +18,21 @@
 #include "store/run_integrity.h"
 #include "store/session_device.h"
 #include "store/session_options.h"
+#include "store/session_ranks.h"
 #include "store/sharded_host_storage.h"
 #include "store/storage_plan.h"
 #include "store/stored_weights.h"
+#include "store/updater.h"
 #include "torch/chunk_storages.h"
 #include "torch/gradient_sink.h"
 #include "torch/gradient_storages.h"
 #include "torch/optimizer_state.h"
 #include "torch/param_memory.h"
 #include "torch/passes.h"
-#include "store/session_ranks.h"
 #include "torch/state_views.h"
 #include "torch/step_events.h"
 #include "torch/tensor_gate.h"
 #include "torch/torch_device.h"
-#include "store/updater.h"
 
 namespace castor {
 

@@ -182,10 +182,11 @@ void check_synchronous(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
   if (name.starts_with("c10d::") || name.starts_with("_c10d_functional::") ||
       name.starts_with("_c10d_functional_autograd::")) {
-    throw UsageError(name +
-                     " was given a parameter or gradient that is on NVMe, or in parts on several "
-                     "ranks, whose memory it would use after the call: give it a .clone() and copy "
-                     "the result back");
+    throw UsageError(
+        name +
+        " was given a parameter or gradient that is on NVMe, or sharded "
+        "over ranks, whose memory it would use after the call: give it a .clone() and copy "
+        "the result back");
   }
 }
 

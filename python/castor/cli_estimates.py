@@ -278,7 +278,7 @@ def plan(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Find the fastest way to divide a model and its batch among the ranks of a cluster."""
+    """Find the fastest way to shard a model and its batch over the ranks of a cluster."""
     from castor.planner.layout_report import as_json as found_as_json
     from castor.planner.layout_report import search_and_show
 

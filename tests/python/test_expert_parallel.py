@@ -162,7 +162,7 @@ def test_a_dead_rank_is_named(phase: str, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("what", "kind", "part"),
     [
-        ("none", "UsageError", "ep_size=2 divides experts, and this LlamaForCausalLM has no"),
+        ("none", "UsageError", "ep_size=2 shards experts, and this LlamaForCausalLM has no"),
         ("few", "UsageError", "has 1 experts, too few for ep_size=2"),
         ("list", "NotImplementedError", "'experts' is a ModuleList, whose experts castor cannot"),
         ("ranks", "UsageError", "ep_size=3 needs a multiple of 3 ranks, and 2 ranks"),

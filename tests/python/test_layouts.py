@@ -774,7 +774,7 @@ def test_ranks_that_share_a_key_value_head_are_a_layout(tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_divided_is_named(tmp_path: Path) -> None:
     path = config_file(tmp_path, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
     workload = Workload(batch=3, sequence=31, precision="fp32", state_format="fp32")
-    with pytest.raises(UsageError, match="3 samples cannot be divided among 4 ranks"):
+    with pytest.raises(UsageError, match="3 samples cannot be sharded over 4 ranks"):
         LayoutSearch(path, workload).search(cluster())
 
 

@@ -92,7 +92,7 @@ def test_stages_of_context_parallel_ranks_are_evaluated_in_full(composed: Any) -
     assert composed["gpt2 evaluated"] == pytest.approx(composed["gpt2 whole"], rel=LOSS)
     assert composed["gpt2 own loss"] == pytest.approx(expected("gpt2")[0], rel=LOSS)
     assert composed["odd"].startswith(
-        "UsageError: sp_size=2 ranks cannot divide sequences of 22 tokens into 4 pieces"
+        "UsageError: sp_size=2 ranks cannot shard sequences of 22 tokens into 4 pieces"
     )
 
 
@@ -286,7 +286,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("blocks", "UsageError", "2 blocks, too few for 4 stages"),
         ("quantised", "UsageError", "q_proj.weight' is quantised"),
         ("seed", "UsageError", "differ in the random states"),
-        ("state", "UsageError", "states of the whole model"),
+        ("state", "UsageError", "states of the full model"),
         ("ranks", "UsageError", "pp_size=3 needs a multiple of 3 ranks, and 2 ranks"),
         ("whole", "UsageError", "nothing says how batches"),
     ],

@@ -158,7 +158,7 @@ def test_a_users_plan_shards_a_users_model(tmp_path: Path) -> None:
 def test_a_norm_of_a_ranks_shard_is_not_taken_for_the_models(tmp_path: Path) -> None:
     for said in found_by_each(tensor_cases.edits, 2, tmp_path):
         for name in ("llama", "mixtral"):
-            assert "was edited in place, and ranks divide this model" in said[f"clipped {name}"]
+            assert "was edited in place, and ranks shard this model" in said[f"clipped {name}"]
             assert "clip with the plugin's max_norm" in said[f"clipped {name}"]
         assert said["clipped whole gradients"] == "nothing"
 

@@ -368,7 +368,7 @@ def test_fully_shard_is_given_no_hybrid_adam_no_states_and_no_adapters() -> None
     with pytest.raises(castor.UsageError, match="has states of full parameters"):
         castor.Booster(plugin).boost(model, optimizer)
     adapted = peft.get_peft_model(tower(), peft.LoraConfig(target_modules=["head"]))
-    with pytest.raises(NotImplementedError, match="does not divide PeftModels"):
+    with pytest.raises(NotImplementedError, match="does not shard PeftModels"):
         castor.Booster(plugin).boost(adapted)
     assert type(model).__name__ == "Tower"
     assert not torch.distributed.is_initialized()

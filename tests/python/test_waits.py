@@ -91,7 +91,7 @@ def test_ranks_with_parts_of_layers_say_it(tmp_path: Path) -> None:
     first, _ = succeeded(run(wait_cases.divided, 2, tmp_path))
     awaited = r"rank 1 \(process \d+\)"
     assert_said(first, "is at the check that all were given the same: the inputs of.*", awaited)
-    assert_said(first, "sums what parts of a layer give", awaited)
+    assert_said(first, "sums the outputs of tensor-parallel layers", awaited)
     assert_said(first, r"is at what ranks tell each other between passes \(a step.*", awaited)
 
 

@@ -145,7 +145,7 @@ def test_sharded_gradients_are_read_written_and_accumulated(tmp_path: Path) -> N
         for stage, line in enumerate(stages, 1):
             whole, left, of_model, address = line.split(maxsplit=3)
             assert (int(whole), int(left)) == (int(of_model) if stage > 1 else 0, 0)
-            said = "in parts on several ranks (zero_stage=2 or 3" if stage > 1 else "nothing was"
+            said = "sharded over ranks (zero_stage=2 or 3" if stage > 1 else "nothing was"
             assert said in address
             expected = torch.load(tmp_path / f"gradients.1.{rank}.pt")
             found = torch.load(tmp_path / f"gradients.{stage}.{rank}.pt")
@@ -204,12 +204,12 @@ def test_what_sharded_weights_do_not_do_is_named(tmp_path: Path) -> None:
     for output in succeeded(run(zero_stage_cases.refused, 2, tmp_path)):
         lines = output.splitlines()
         on_device, torchs_of_two, torchs, edit, load, address, stepped, unchanged = lines
-        assert "zero_stage=3 cuts weights that have their home on the host" in on_device
+        assert "zero_stage=3 shards weights that have host storage" in on_device
         assert "zero_stage=2 leaves each of 2 ranks its part of the gradients" in torchs_of_two
         assert "zero_stage=3 leaves each of 2 ranks its part of the weights and gr" in torchs
         for refusal in (edit, load):
             assert "change in optimizer.step() and in loads alone" in refusal
-        assert "in parts on several ranks (zero_stage=3" in address
+        assert "sharded over ranks (zero_stage=3" in address
         assert (stepped, unchanged) == ("True", "False")
 
 

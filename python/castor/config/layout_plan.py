@@ -1,4 +1,4 @@
-"""A plan: which ranks have which parts of a model, as `castor plan` writes it."""
+"""A plan: which ranks have which shards of a model, as `castor plan` writes it."""
 
 from __future__ import annotations
 

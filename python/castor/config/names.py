@@ -22,7 +22,7 @@ PipelineStyle = Literal["1f1b", "gpipe", "interleaved", "zbv"]
 PipelinePass = Literal["forward", "backward", "of_inputs", "of_weights"]
 """A pass of a micro-batch in a stage; the last two are the halves of a backward."""
 SPLIT_GATHER = "split_gather"
-"""The sequence_parallelism_mode that divides tokens of what lies between divided layers."""
+"""The sequence_parallelism_mode that shards the tokens between tensor-parallel layers."""
 ZeroStage = Literal["auto", 1, 2, 3]
 Activations = str | Mapping[str, str]
 LoadedWeights = Literal["none", "some", "all"]

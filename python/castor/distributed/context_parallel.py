@@ -82,7 +82,10 @@ class ContextParallel:
             why = f"its positions come from where its input_ids are no padding ({_OF_PADDING})"
         elif config._attn_implementation not in ("eager", "sdpa"):
             given = config._attn_implementation
-            why = f"its attn_implementation is {given!r}, and 'sdpa' and 'eager' can be divided"
+            why = (
+                f"its attn_implementation is {given!r}; context parallelism takes 'sdpa' and "
+                "'eager'"
+            )
         exchanges = mode == "all_to_all"
         if why is None and exchanges and config.num_attention_heads % (ranks.size * tensor_size):
             needed = f"tp_size={tensor_size} x sp_size={ranks.size}"
@@ -134,7 +137,7 @@ class ContextParallel:
         given = {name: value for name, value in kwargs.items() if value is not None}
         if unknown := given.keys() - _KNOWN:
             raise NotImplementedError(
-                f"sp_size={ranks.size} divides sequences, and knows nothing of the argument "
+                f"sp_size={ranks.size} shards sequences, and does not know the argument "
                 f"'{min(unknown)}' of {type(model).__name__}; leave it out, or train with sp_size=1"
             )
         if asked_of(model, given, "output_attentions"):
@@ -194,9 +197,9 @@ class ContextParallel:
             return
         if torch.is_grad_enabled():
             raise UsageError(
-                f"sp_size={self.ranks.size} divides what a call of the whole model is given, and "
+                f"sp_size={self.ranks.size} shards what a call of the full model is given, and "
                 f"this {type(part).__name__} was called by itself: call the model, or this under "
-                "torch.no_grad(), where every rank computes whole sequences"
+                "torch.no_grad(), where every rank computes full sequences"
             )
         meeting.unsharded, self._called = True, id(part)
 
@@ -214,7 +217,7 @@ class ContextParallel:
         if length % pieces:
             into = f" into {pieces} pieces" if self._meeting.ring else ""
             raise UsageError(
-                f"sp_size={self.ranks.size} ranks cannot divide sequences of {length} tokens{into};"
+                f"sp_size={self.ranks.size} ranks cannot shard sequences of {length} tokens{into};"
                 f" pad them to {-(-length // pieces) * pieces}"
             )
         return length // self.ranks.size
@@ -299,7 +302,7 @@ def _following(given: Mapping[str, Any]) -> torch.Tensor:
 
 def _refuse(model: nn.Module, ranks: TensorRanks, why: str) -> NoReturn:
     raise NotImplementedError(
-        f"sp_size={ranks.size} cannot divide the sequences of this {type(model).__name__}: {why}"
+        f"sp_size={ranks.size} cannot shard the sequences of this {type(model).__name__}: {why}"
     )
 
 

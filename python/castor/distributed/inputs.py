@@ -77,7 +77,7 @@ def check_inputs(
         values = as_given(leaf).detach().contiguous().view(-1)
         if values.numel() and not values.is_meta:  # meta: a simulated model
             digest = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, digest)
-    what = f"the inputs of {type(model).__name__} (ranks that divide it take one batch)"
+    what = f"the inputs of {type(model).__name__} (ranks that shard it take one batch)"
     return ranks.check_equal({what: f"{digest:08x}"} | dict(asked or {}), extra=extra)
 
 

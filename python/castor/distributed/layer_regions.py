@@ -10,7 +10,7 @@ GATHERED_COLUMNS = frozenset({"colwise_gather_output", "colwise_rep"})
 """Styles of column-parallel layers whose outputs are all-gathered."""
 ROWS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
 """Styles of layers whose outputs are summed over the ranks (row-parallel)."""
-OF_HEADS = frozenset({"divided", "heads_of", "set"})
+OF_HEADS = frozenset({"sharded", "heads_of", "set"})
 """Styles of modules that count heads. They say nothing about parameters."""
 
 Kinds = Mapping[str, set[str]]

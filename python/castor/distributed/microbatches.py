@@ -57,7 +57,7 @@ class Microbatches:
             name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and x.ndim > 0
         }
         if not tensors:
-            raise UsageError("the batch holds no tensor, so nothing can be divided")
+            raise UsageError("the batch holds no tensor, so there is nothing to split")
         inputs = next((name for name in _INPUTS if name in tensors), next(iter(tensors)))
         rows = len(tensors[inputs])
         count = rows // self.size if self.size else self.count
@@ -255,7 +255,7 @@ def schedule_of(model: nn.Module) -> Schedule:
     found = _schedules.get(model) or _schedules.get(beneath_adapters(model))
     if found is None:
         raise UsageError(
-            f"nothing says how batches of this {type(model).__name__} are divided: boost it with "
+            f"nothing says how batches of this {type(model).__name__} are split: boost it with "
             "HybridParallelPlugin(num_microbatches=..., pp_size=...), or call it as ever"
         )
     return found

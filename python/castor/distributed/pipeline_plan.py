@@ -120,19 +120,19 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
     planned = _base_and_plan(model)
     if planned is None:
         raise NotImplementedError(
-            f"castor knows no way to cut a {type(model).__name__} into stages, and transformers "
+            f"castor cannot split a {type(model).__name__} into stages, and transformers "
             f"has no pp_plan for it. Castor's own: {', '.join(sorted(_OURS))}; with pp_size=1 "
-            "layers (tp_size) and data are divided"
+            "layers (tp_size) and data are still sharded"
         )
     base, plan = planned
     if plan.images and base is not model and _takes_masks(model):
         raise NotImplementedError(
             f"a {type(model).__name__} makes images again of its last hidden states, and castor "
-            "divides image models whose loss is of labels only; give pp_size=1"
+            "splits image models whose loss is of labels only; give pp_size=1"
         )
     if plan.encoder and not hasattr(model, SHIFT):
         raise NotImplementedError(
-            f"castor cuts encoder-decoders that make tokens of tokens into stages "
+            f"castor splits encoder-decoders that make tokens of tokens into stages "
             f"(ForConditionalGeneration), and a {type(model).__name__} is none; give pp_size=1"
         )
     if taken := [name for block in plan.blocks_of(base) for name in _of_the_block_before(block)]:
@@ -151,8 +151,8 @@ def find_pipeline_plan(model: nn.Module) -> PipelinePlan:
     for name, _ in model.named_parameters(remove_duplicate=False):
         if not name.startswith(divided):
             raise NotImplementedError(
-                f"parameter '{name}' of this {type(model).__name__} is in none of the parts that "
-                f"pp_size divides ({', '.join(parts)}); give pp_size=1"
+                f"parameter '{name}' of this {type(model).__name__} is in none of the modules that "
+                f"pp_size splits ({', '.join(parts)}); give pp_size=1"
             )
     return found
 

@@ -45,5 +45,5 @@ class FullMask(PlaceholderMask):
 def _refuse(what: str) -> NoReturn:
     raise PlaceholderMaskError(
         f"layers of this model look into the attention mask themselves ({what}), which is of other "
-        "tokens than a rank's hidden states where sp_size divides sequences: train with sp_size=1"
+        "tokens than a rank's hidden states where sp_size shards sequences: train with sp_size=1"
     )

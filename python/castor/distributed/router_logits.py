@@ -205,7 +205,7 @@ def find_routers(model: nn.Module, plan: PipelinePlan) -> RouterLogits:
         return RouterLogits(
             [],
             why_not=f"the router loss of this {type(model).__name__} (output_router_logits) needs "
-            f"the router logits of all layers, and pp_size divides these: {error}; turn it off, or "
+            f"the router logits of all layers, and pp_size splits these: {error}; turn it off, or "
             "give pp_size=1",
         )
 

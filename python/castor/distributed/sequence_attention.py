@@ -122,7 +122,8 @@ class Meeting:
             raise UsageError(
                 f"the attention of this {type(model).__name__} was set to {given!r} after "
                 f"booster.boost, which has put {self._name!r} there, where sp_size="
-                f"{self.ranks.size} ranks meet: call set_attn_implementation before boost"
+                f"{self.ranks.size} ranks exchange tokens: call set_attn_implementation before "
+                "boost"
             )
 
     def enter(self) -> None:
@@ -326,7 +327,7 @@ def _tensor_of(mask: Any, module: nn.Module, meeting: Meeting) -> torch.Tensor |
 def _refuse_own_mask(module: nn.Module, meeting: Meeting) -> NoReturn:
     raise NotImplementedError(
         f"{type(module).__name__} gives its attention a mask that transformers has not made, and "
-        f"castor knows no other where sp_size={meeting.ranks.size} ranks divide sequences; train "
+        f"castor knows no other where sp_size={meeting.ranks.size} ranks shard sequences; train "
         "with sp_size=1"
     )
 
@@ -338,5 +339,5 @@ def _refuse_values_by_head(
         if options.get(name) is not None:
             raise NotImplementedError(
                 f"{type(module).__name__} gives its attention a value for each head ({name}), "
-                f"which sp_size={ranks.size} does not divide; train with sp_size=1"
+                f"which sp_size={ranks.size} does not shard; train with sp_size=1"
             )

@@ -123,7 +123,7 @@ class _KeptShard:
         if self._part._version != self._version:
             raise RuntimeError(
                 f"hidden states of shape {tuple(self._part.shape)} have been written in place "
-                "after a divided layer had taken them, and its backward needs them as they were: "
+                "after a sharded layer had taken them, and its backward needs them as they were: "
                 "write to a copy"
             )
         if self._again is None:

@@ -66,7 +66,7 @@ class SequenceShards:
         blocks = find_blocks(model)
         if blocks is None:
             raise NotImplementedError(
-                f"{_ASKED} divides tokens between the blocks of a model, and castor knows no row "
+                f"{_ASKED} shards tokens between the blocks of a model, and castor knows no row "
                 f"of blocks of a {type(model).__name__}; leave it out"
             )
         self._model = weakref.ref(model)
@@ -201,7 +201,7 @@ class SequenceShards:
             elif region is None or not self._regions[region]:
                 raise NotImplementedError(
                     f"{_ASKED} does not know whether '{name}' of this {type(model).__name__}, "
-                    f"which the ranks do not divide, needs all tokens: its module is a "
+                    f"which the ranks do not shard, needs all tokens: its module is a "
                     f"{type(model.get_submodule(layer)).__name__}; leave it out"
                 )
         return found
@@ -221,7 +221,7 @@ class SequenceShards:
         length, size = x.shape[1], self._ranks.size
         if length % size:
             raise UsageError(
-                f"{_ASKED}: tp_size={size} ranks cannot divide sequences of {length} tokens; pad "
+                f"{_ASKED}: tp_size={size} ranks cannot shard sequences of {length} tokens; pad "
                 f"them to {-(-length // size) * size}"
             )
         self._num_own = length // size

@@ -265,7 +265,7 @@ class TensorParallel:
             self._shard_experts(name, module, exchanged=kind == "exchanged_experts")
         elif kind == "all_reduce":
             self._replace(module, styles.reduced)
-        elif kind == "divided":
+        elif kind == "sharded":
             for attribute in argument.split(","):
                 count = getattr(module, attribute, None)
                 if not isinstance(count, int) or count % size:
@@ -349,7 +349,7 @@ class TensorParallel:
         of_each = {param.shape[:1] == (count,) for param in params.values()}
         if of_each != {True} or len(inspect.signature(module.forward).parameters) != 3:
             raise NotImplementedError(
-                f"'{name}' is a {type(module).__name__}, whose experts castor cannot divide: it "
+                f"'{name}' is a {type(module).__name__}, whose experts castor cannot shard: it "
                 "takes modules of transformers with num_experts and parameters of all experts, "
                 "called with hidden states, chosen experts and their weights"
             )
@@ -382,7 +382,7 @@ class TensorParallel:
             if dim or not 0 < shared <= each or (each - shared) % copies:
                 raise UsageError(
                     f"dimension {dim} of '{name}' has {length} elements, which 'colwise_shared:"
-                    f"{copies},{shared}' cannot divide among {self.ranks.size} ranks"
+                    f"{copies},{shared}' cannot shard over {self.ranks.size} ranks"
                 )
         elif length % pieces or length // pieces < self.ranks.size:
             raise UsageError(

@@ -16,7 +16,7 @@ A plan maps names of modules and parameters, with `*` for numbers, to styles:
     whole_experts            a module of experts: each rank has some, and all have the same tokens
     exchanged_experts        ... and each rank has other tokens (expert parallel)
     all_reduce               a module whose outputs are summed over the ranks
-    divided:a,b              attributes of a module that count heads: divided by tp_size
+    sharded:a,b              attributes of a module that count heads: divided by tp_size
     set:a=2                  an attribute of a module that is set to 2 where heads are sharded
     heads_of:a               an argument of forward whose first dimension is batch x heads
 
@@ -38,7 +38,7 @@ Plan = Mapping[str, str | tuple[str, ...]]
 
 _GPT2 = {
     "transformer.wte": "embedding_rowwise",
-    "transformer.h.*.attn": "divided:num_heads,split_size",
+    "transformer.h.*.attn": "sharded:num_heads,split_size",
     "transformer.h.*.attn.c_attn": "colwise:3",
     "transformer.h.*.attn.c_proj": "rowwise",
     "transformer.h.*.mlp.c_fc": "colwise",
@@ -47,7 +47,7 @@ _GPT2 = {
 }
 _OPT = {
     "model.decoder.embed_tokens": "embedding_rowwise",
-    "model.decoder.layers.*.self_attn": "divided:num_heads",
+    "model.decoder.layers.*.self_attn": "sharded:num_heads",
     "model.decoder.layers.*.self_attn.q_proj": "colwise",
     "model.decoder.layers.*.self_attn.k_proj": "colwise",
     "model.decoder.layers.*.self_attn.v_proj": "colwise",
@@ -58,7 +58,7 @@ _OPT = {
 }
 _BLOOM: Plan = {
     "transformer.word_embeddings": "embedding_rowwise",
-    "transformer.h.*.self_attention": ("divided:num_heads", "heads_of:alibi"),
+    "transformer.h.*.self_attention": ("sharded:num_heads", "heads_of:alibi"),
     "transformer.h.*.self_attention.query_key_value": "colwise",
     "transformer.h.*.self_attention.dense": "rowwise",
     "transformer.h.*.mlp.dense_h_to_4h": "colwise",
@@ -67,7 +67,7 @@ _BLOOM: Plan = {
 }
 _FALCON = {
     "transformer.word_embeddings": "embedding_rowwise",
-    "transformer.h.*.self_attention": "divided:num_heads,num_kv_heads",
+    "transformer.h.*.self_attention": "sharded:num_heads,num_kv_heads",
     "transformer.h.*.self_attention.query_key_value": "colwise",
     "transformer.h.*.self_attention.dense": "rowwise",
     "transformer.h.*.mlp.dense_h_to_4h": "colwise",
@@ -76,7 +76,7 @@ _FALCON = {
 }
 _GPTJ = {
     "transformer.wte": "embedding_rowwise",
-    "transformer.h.*.attn": "divided:num_attention_heads",
+    "transformer.h.*.attn": "sharded:num_attention_heads",
     "transformer.h.*.attn.q_proj": "colwise",
     "transformer.h.*.attn.k_proj": "colwise",
     "transformer.h.*.attn.v_proj": "colwise",
@@ -87,7 +87,7 @@ _GPTJ = {
 }
 _BERT = {
     "bert.embeddings.word_embeddings": "embedding_rowwise",
-    "bert.encoder.layer.*.attention.self": "divided:num_attention_heads,all_head_size",
+    "bert.encoder.layer.*.attention.self": "sharded:num_attention_heads,all_head_size",
     "bert.encoder.layer.*.attention.self.query": "colwise",
     "bert.encoder.layer.*.attention.self.key": "colwise",
     "bert.encoder.layer.*.attention.self.value": "colwise",
@@ -101,7 +101,7 @@ _T5_LAYERS = {
     for stack in ("encoder", "decoder")
     for attention in ("SelfAttention", "EncDecAttention")
     for part, style in {
-        attention: "divided:n_heads,inner_dim",
+        attention: "sharded:n_heads,inner_dim",
         f"{attention}.q": "colwise",
         f"{attention}.k": "colwise",
         f"{attention}.v": "colwise",
@@ -121,7 +121,7 @@ _T5 = {
     "lm_head": "colwise_gather_output",
 }
 _VIT = {
-    "vit.layers.*.attention": "divided:num_attention_heads",
+    "vit.layers.*.attention": "sharded:num_attention_heads",
     "vit.layers.*.attention.q_proj": "colwise",
     "vit.layers.*.attention.k_proj": "colwise",
     "vit.layers.*.attention.v_proj": "colwise",
@@ -196,7 +196,7 @@ def find_plan(model: nn.Module, size: int, given: Plan | None) -> dict[str, tupl
             continue
         if given is None and isinstance(heads, int) and heads % size:
             raise UsageError(
-                f"{heads} {attribute} of this {type(model).__name__} cannot be divided among "
+                f"{heads} {attribute} of this {type(model).__name__} cannot be sharded over "
                 f"tp_size={size} ranks; give a tp_size that divides them"
             )
     return found
@@ -230,7 +230,7 @@ def _share_heads(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) 
             if copies := _copies_of(heads, size, fused):
                 rows = 2 * int(attention.head_dim)
                 plan[fused] = (f"colwise_shared:{copies},{rows}",)
-                plan[name] = ("divided:num_heads", "set:num_kv_heads=1")
+                plan[name] = ("sharded:num_heads", "set:num_kv_heads=1")
             continue
         groups, width = (getattr(attention, of, None) for of in (_GROUPS, "head_dim"))
         layers = [f"{name}.{part}" for part in ("k_proj", "v_proj")]
@@ -246,7 +246,7 @@ def _share_heads(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) 
             if heads and (copies := _copies_of(heads, size, layer)):
                 if groups % copies:
                     raise UsageError(
-                        f"{groups * heads} attention heads of '{name}' cannot be divided among "
+                        f"{groups * heads} attention heads of '{name}' cannot be sharded over "
                         f"tp_size={size} ranks; give a tp_size that divides them"
                     )
                 plan[layer] = (f"colwise_shared:{copies},{outputs // heads}",)
@@ -265,7 +265,7 @@ def _copies_of(heads: int, size: int, name: str) -> int:
     if size % heads == 0:
         return size // heads
     raise UsageError(
-        f"'{name}' has {heads} key-value heads, which tp_size={size} ranks can neither divide nor "
+        f"'{name}' has {heads} key-value heads, which tp_size={size} ranks can neither shard nor "
         f"share evenly; give a tp_size that divides {heads} or is a multiple of it"
     )
 
@@ -333,7 +333,7 @@ def with_expert_parallel(
     ]
     if not modules:
         raise UsageError(
-            f"ep_size={size} divides experts, and this {type(model).__name__} has no module of "
+            f"ep_size={size} shards experts, and this {type(model).__name__} has no module of "
             "that name; leave it out"
         )
     for name, module in modules:
@@ -349,8 +349,8 @@ def with_expert_parallel(
 def _own_plan(model: nn.Module, config: Any) -> Plan:
     if getattr(config, "model_type", "") == "falcon" and config.alibi:
         raise NotImplementedError(
-            f"this {type(model).__name__} has ALiBi in its attention masks, of whose heads castor "
-            "knows no part: give tp_size=1"
+            f"this {type(model).__name__} has ALiBi in its attention masks, whose heads castor "
+            "cannot shard: give tp_size=1"
         )
     ours = _OURS.get(str(getattr(config, "model_type", "")))
     if ours is not None:
@@ -366,10 +366,10 @@ def _own_plan(model: nn.Module, config: Any) -> Plan:
 
 def _no_plan(model: nn.Module) -> str:
     return (
-        f"castor knows no way to cut a {type(model).__name__} among ranks, and transformers has no "
+        f"castor cannot shard a {type(model).__name__} over ranks, and transformers has no "
         f"tp_plan for it. Castor's own: {', '.join(sorted(_OURS))}. Give "
         "HybridParallelPlugin(tp_plan={...}): names of modules, with * for numbers, and a style: "
-        "'colwise' for the layers behind which heads or hidden units are divided, 'rowwise' for "
+        "'colwise' for the layers behind which heads or hidden units are sharded, 'rowwise' for "
         "those that take them, 'embedding_rowwise', 'colwise_gather_output' for the output "
-        "embedding, 'divided:num_heads' for attributes that count heads"
+        "embedding, 'sharded:num_heads' for attributes that count heads"
     )

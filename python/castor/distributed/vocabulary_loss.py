@@ -44,7 +44,7 @@ class VocabularyLoss:
         name = getattr(loss, "__name__", type(loss).__name__)
         if name != "ForCausalLMLoss":
             raise NotImplementedError(
-                f"parallel_output=True divides transformers' ForCausalLMLoss, and this "
+                f"parallel_output=True shards transformers' ForCausalLMLoss, and this "
                 f"{type(model).__name__} computes {name}; leave it out"
             )
         self._model = weakref.ref(model)

@@ -282,7 +282,7 @@ class _OnCastor(OnCastor):
             if isinstance(root, CalledBySubmodules) and launched_size() > 1:
                 raise UsageError(
                     f"accelerator.prepare was given a {type(its_optimizers[0]).__name__} over "
-                    "several models, which several ranks do not bring together: make one module "
+                    "several models, whose gradients several ranks cannot average: make one module "
                     "of them"
                 )
             self._boost_with(root, *its_optimizers)

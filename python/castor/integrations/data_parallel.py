@@ -44,7 +44,7 @@ _NOT_NEEDED = (
 """Arguments that change neither a loss nor a weight: what they say of gradients castor sees."""
 _INSTEAD = {
     "mixed_precision": "castor's precision is `castor run --set precision=bf16`",
-    "device_mesh": "a script that boosts its model divides it with HybridParallelPlugin",
+    "device_mesh": "a script that boosts its model shards it with HybridParallelPlugin",
 }
 _WITHOUT = (
     "register_comm_hook",
@@ -267,8 +267,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 def _refuses(name: str) -> Any:
     def refused(self: Any, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"the script calls DistributedDataParallel.{name}, and gradients are castor's to bring "
-            "together: leave it out"
+            f"the script calls DistributedDataParallel.{name}, and castor reduces the gradients "
+            "itself: leave it out"
         )
 
     return refused

@@ -240,8 +240,8 @@ class _RanksStrategy(CastorStrategy, DDPStrategy):  # type: ignore[misc]
         DDPStrategy.__init__(self, **options)
         if self._ddp_comm_hook is not None or self._model_averaging_period is not None:
             raise NotImplementedError(
-                "the strategy has ddp_comm_hook or model_averaging_period, and castor brings "
-                "gradients together itself: leave them out"
+                "the strategy has ddp_comm_hook or model_averaging_period, and castor reduces "
+                "gradients itself: leave them out"
             )
         self._begin(plugin)
 

@@ -211,7 +211,7 @@ def _check_model(module: nn.Module, optimizer: Optimizer, *, wrapped: bool) -> N
         )
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
         raise NotImplementedError(
-            f"the loop's {name} divides optimizer states among ranks, as castor does itself: make "
+            f"the loop's {name} shards optimizer states over ranks, as castor does itself: make "
             "the optimizer that it was given (optimizer_class) without it"
         )
     params, has = _params(optimizer), set(module.parameters())

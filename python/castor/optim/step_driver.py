@@ -548,9 +548,9 @@ def _agree(
             raise UsageError(
                 f"the ranks' gradients differ in a step: their norm is {first:g} on rank 0 and "
                 f"{theirs:g} on rank {rank}. After backward all ranks have one mean, and one of "
-                "them has changed p.grad since: change it alike on every rank (noise from a "
-                "generator that all have seeded alike), or under booster.no_sync, before ranks "
-                "bring them together"
+                "them has changed p.grad since: make the same change on every rank (noise from a "
+                "generator with one seed on all), or make it under booster.no_sync, before the "
+                "gradients are reduced"
             )
     return float(first), [given for *_, given in everyone]
 
@@ -561,9 +561,9 @@ def _options_differ(rank: int, first: dict[str, Any], theirs: dict[str, Any]) ->
     name = next(name for name in names if first.get(name) != theirs.get(name))
     return UsageError(
         f"rank 0 and rank {rank} step with different options: {name} is {first.get(name)} and "
-        f"{theirs.get(name)}. Each updates a part of every weight by its own: change them alike on "
-        "all ranks, and give a scheduler that looks at a metric (ReduceLROnPlateau) the mean of "
-        "all ranks', not each its own"
+        f"{theirs.get(name)}. Each updates its shard of every weight by its own: make the same "
+        "change on all ranks, and give a scheduler that looks at a metric (ReduceLROnPlateau) the "
+        "mean of all ranks', not each its own"
     )
 
 

@@ -74,7 +74,7 @@ def search_and_show(
         write_plan(output, plan_of(found.fitting[0], on, workload))
         console.print(
             f"The first one is in {escape(str(output))}: `castor run --plan` starts its ranks, and "
-            f"HybridParallelPlugin('auto') divides the model so; batch_size is "
+            f"HybridParallelPlugin('auto') shards the model so; batch_size is "
             f"{_samples(found.fitting[0].layout)}."
         )
     return found

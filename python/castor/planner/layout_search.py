@@ -128,13 +128,13 @@ class LayoutSearch:
             The fastest layouts that fit, or else those that lack least memory.
 
         Raises:
-            UsageError: The batch cannot be divided among the ranks.
+            UsageError: The batch cannot be sharded over the ranks.
             ValueError: The model's step cannot be recorded on the meta device.
         """
         every = self.layouts(cluster)
         if not every:
             raise UsageError(
-                f"{self.workload.batch} samples cannot be divided among {cluster.ranks} ranks; "
+                f"{self.workload.batch} samples cannot be sharded over {cluster.ranks} ranks; "
                 "give a batch that is a multiple of as many copies of the model as train"
             )
         # (bound of seconds, number, whether the bound is the layout's own, layout)

@@ -163,7 +163,7 @@ def _legend() -> str:
 
 
 def _table(points: list[Point], first: Point | None) -> str:
-    heads = ("ranks", "samples", "divided", "micro-batches", "step s", "tokens/s", "of linear",
+    heads = ("ranks", "samples", "layout", "micro-batches", "step s", "tokens/s", "of linear",
              "bound by")  # fmt: skip
     rows = []
     for point in points:

@@ -108,7 +108,7 @@ def _table(name: str, points: list[Point]) -> Table:
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=name)
     for heading in ("ranks", "samples", "step s", "tokens/s", "of linear"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("divided", "micro-batches", "bound by"):
+    for heading in ("layout", "micro-batches", "bound by"):
         table.add_column(heading)
     first = first_that_fits(points)
     for point in points:

@@ -186,7 +186,7 @@ class SimulatedModel:
             plan = find_pipeline_plan(self.model)
             if plan.encoder:
                 raise NotImplementedError(
-                    f"castor knows no way to cut a {type(self.model).__name__} into simulated "
+                    f"castor cannot split a {type(self.model).__name__} into simulated "
                     "stages: what an encoder's stages send is not recorded yet; plan it without "
                     "stages"
                 )

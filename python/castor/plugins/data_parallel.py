@@ -101,13 +101,13 @@ def loader_of_rank(
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
-            f"prepare_dataloader divides datasets with a length, and a {type(dataset).__name__} "
+            f"prepare_dataloader shards datasets with a length, and a {type(dataset).__name__} "
             "has none: let it yield this rank's samples (torch.distributed.get_rank()), as many on "
             "every rank, and give it to a DataLoader of your own"
         )
     if given := sorted(options.keys() & {"sampler", "batch_sampler"}):
         raise TypeError(
-            f"prepare_dataloader divides the samples itself, and was given {given[0]}=: leave it "
+            f"prepare_dataloader shards the samples itself, and was given {given[0]}=: leave it "
             "out (shuffle, seed and drop_last say the order), or use a DataLoader of your own"
         )
     rank, size = place
@@ -159,8 +159,8 @@ def _check_supported(
 ) -> None:
     if config.overlap == "backward":
         raise NotImplementedError(
-            f"overlap='backward' updates chunks before {size} ranks have brought their gradients "
-            "together; pass overlap='forward'"
+            f"overlap='backward' updates chunks before {size} ranks have reduced their "
+            "gradients; pass overlap='forward'"
         )
     unheld = [
         name
@@ -170,6 +170,6 @@ def _check_supported(
     if unheld:
         raise NotImplementedError(
             f"the optimizer does not hold parameter '{unheld[0]}' and {len(unheld) - 1} others, "
-            f"whose gradients {size} ranks would not bring together: add them to it, or freeze "
+            f"whose gradients {size} ranks would not reduce: add them to it, or freeze "
             "them with requires_grad_(False)"
         )

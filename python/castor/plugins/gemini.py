@@ -183,14 +183,13 @@ class GeminiPlugin:
             chunk's gradients in host_memory. A chunk's full gradients are there until all ranks
             have theirs, and while p.grad is read. Stage 3 also shards the weights: a rank reads the
             other shards when it needs the chunk, through a window of four chunks, and weights
-            change in step and in loads alone. 2 and 3 are for the CPU device. report().zero_stage
-            is the stage that runs.
-        extra_dp_size: Number of copies of the weights that n ranks keep with zero_stage=3 where
-            they share no memory (HSDP). Each copy is sharded over n / extra_dp_size neighbouring
+            change in step and in loads alone. report().zero_stage is the stage that runs.
+        extra_dp_size: Number of replicas of the weights that n ranks keep with zero_stage=3 where
+            they share no memory (HSDP). Each replica is sharded over n / extra_dp_size neighbouring
             ranks, and a rank reads from its neighbours alone. It keeps extra_dp_size / n of the
             weights in host_memory. Gradients and optimizer states stay sharded over all ranks. Same
-            bits. Ranks that share memory keep one copy on each machine; the number of machines is
-            accepted there.
+            bits. Ranks that share memory keep one replica on each machine; the number of machines
+            is accepted there.
         **not_yet: Arguments of later versions and of Colossal-AI's plugin, accepted at the value
             that asks for nothing.
 

@@ -150,7 +150,7 @@ class HybridParallelPlugin(GeminiPlugin):
             raise TypeError(f"parallel_output is {parallel_output!r}; give True or False")
         if parallel_output and tp_size == 1:
             raise ValueError(
-                "parallel_output=True divides the loss among ranks that shard the vocabulary, and "
+                "parallel_output=True shards the loss over ranks that shard the vocabulary, and "
                 "with tp_size=1 there are none; leave it out, or give a tp_size of 2 or more"
             )
         if tp_size > 1 and ep_size not in (1, tp_size):
@@ -205,7 +205,7 @@ def _check_sequence_parallel(tp_size: int, sp_size: int) -> None:
     asked = f"sequence_parallelism_mode={SPLIT_GATHER!r}"
     if tp_size == 1:
         raise ValueError(
-            f"{asked} divides tokens between the layers that tp_size ranks shard, and with "
+            f"{asked} shards tokens between the layers that tp_size ranks shard, and with "
             "tp_size=1 none are; give a tp_size of 2 or more, or sp_size with another mode"
         )
     if sp_size > 1:
@@ -241,7 +241,7 @@ def _stages(
         _check_count(name, count)
     if size == 1 and (chunks > 1 or layers is not None):
         name = "num_model_chunks" if chunks > 1 else "num_layers_per_stage"
-        raise ValueError(f"{name} divides stages, and with pp_size=1 there is one; leave it out")
+        raise ValueError(f"{name} splits stages, and with pp_size=1 there is one; leave it out")
     if size == 1 and not asked:
         return None
     if style not in _STYLES:
@@ -298,7 +298,7 @@ def _check_tensor_parallel(
     if gemini.get("tile_logits", "auto") not in ("auto", False) and not vocab_parallel_loss:
         raise NotImplementedError(
             f"tile_logits={gemini['tile_logits']!r} leaves logits to the loss, and each of tp_size="
-            f"{size} ranks has some columns of them: give parallel_output=True, which divides the "
+            f"{size} ranks has some columns of them: give parallel_output=True, which shards the "
             "loss as well, or leave it out"
         )
     if gemini.get("gather_embeddings"):

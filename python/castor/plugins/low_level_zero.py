@@ -27,7 +27,7 @@ _BY_OFFLOAD = {
 
 _NOT_OURS: dict[str, tuple[object, str]] = {
     "reduce_bucket_size_in_m": (12, "ranks exchange chunks: give chunk_bytes"),
-    "extra_dp_size": (1, "every rank has whole weights; use GeminiPlugin(zero_stage=3)"),
+    "extra_dp_size": (1, "every rank has full weights; use GeminiPlugin(zero_stage=3)"),
     "communication_dtype": (None, "gradients are sent in the working precision"),
     "overlap_communication": (True, "ranks that share memory reduce beside backward"),
     "overlap_allgather": (False, "ranks that share memory gather nothing"),

@@ -29,7 +29,7 @@ NOT_YET: dict[str, tuple[object, str]] = {
     "enable_fused_normalization": (False, "turn it on in the model"),
     "enable_flash_attention": (False, "use the model's attn_implementation"),
     "enable_jit_fused": (False, "turn it on in the model"),
-    "enable_sequence_parallelism": (False, "every rank has whole sequences"),
+    "enable_sequence_parallelism": (False, "every rank has full sequences"),
     "enable_async_reduce": (False, "gradients are exchanged when backward is over"),
     "use_fp8": (False, "use bf16"),
     "fp8_communication": (False, "gradients are sent in the working precision"),

@@ -39,14 +39,14 @@ from castor.runtime.rules import CLASSES
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelizedModel:
-    """A model that ParallelConfig.parallelize has divided; `start` makes it work on an engine."""
+    """A model that ParallelConfig.parallelize has sharded; `start` makes it work on an engine."""
 
     layers: TensorParallel | None = None
     sequences: ContextParallel | None = None
     stages: PipelineParallel | None = None
     schedule: Schedule | None = None
     everyone: Peers | None = None
-    """All ranks, where each has a part of the model; None: each has the full model."""
+    """All ranks, where each has a shard of the model; None: each has the full model."""
 
     @property
     def unsharded(self) -> bool:
@@ -59,7 +59,7 @@ class ParallelizedModel:
         return [parallel.ranks for parallel in (self.layers, self.sequences) if parallel]
 
     def start(self, engine: Engine) -> None:
-        """Connects the divided model to its engine. Collective; called after the engine is made."""
+        """Connects the sharded model to its engine. Collective; called after the engine is made."""
         engine.model_shards = self.stages or self.layers
         if engine.model_shards:
             engine.everyone = self.everyone
@@ -92,7 +92,7 @@ class PipelineConfig:
     """The division of a model into pipeline stages."""
 
     size: int
-    """Number of ranks; 1: the model is not divided, and batches alone are split."""
+    """Number of ranks; 1: the model is not sharded, and batches alone are split."""
     chunks: int
     """Number of stages of each rank."""
     style: PipelineStyle
@@ -103,7 +103,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Numbers of ranks among which a plugin divides the model."""
+    """Numbers of ranks over which a plugin shards the model."""
 
     tensor_size: int = 1
     """Number of tensor-parallel ranks."""
@@ -208,7 +208,7 @@ class ParallelConfig:
                     f"together, and boost was given {len(optimizers)} ({names}): give one with "
                     "param_groups"
                 )
-            check_states(optimizers, f"the whole model, which pp_size={layout.stages.size}")
+            check_states(optimizers, f"the full model, which pp_size={layout.stages.size}")
             stages = PipelineParallel(
                 model,
                 find_pipeline_plan(model),

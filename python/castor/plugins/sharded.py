@@ -55,7 +55,7 @@ class ShardedModel(TorchModel):
         if self.ranks and any(self.ranks.gather(self.unreduced)):
             raise UsageError(
                 "the last backward before this step was under booster.no_sync, and fully_shard "
-                "brings the ranks' gradients together in a backward alone: run the last "
+                "reduces the ranks' gradients in a backward alone: run the last "
                 "micro-batch outside it"
             )
 
@@ -127,7 +127,7 @@ def check_divisible(model: nn.Module) -> None:
         wrong = "has no dimension" if param.ndim == 0 else "is not contiguous"
         if param.ndim == 0 or not param.is_contiguous():
             raise UsageError(
-                f"parameter '{name}' {wrong}, and fully_shard divides contiguous ones by their "
+                f"parameter '{name}' {wrong}, and fully_shard shards contiguous ones by their "
                 "first dimension: change it, or use TorchDDPPlugin"
             )
 

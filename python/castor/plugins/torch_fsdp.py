@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 _NEUTRAL: dict[str, tuple[object, str]] = {
-    "process_group": (None, "all ranks divide the model"),
-    "sharding_strategy": (None, "give reshard_after_forward; TorchDDPPlugin divides nothing"),
-    "auto_wrap_policy": (None, "the model's blocks come together one by one"),
+    "process_group": (None, "all ranks shard the model"),
+    "sharding_strategy": (None, "give reshard_after_forward; TorchDDPPlugin shards nothing"),
+    "auto_wrap_policy": (None, "the model's blocks are all-gathered one by one"),
     "backward_prefetch": (None, "fully_shard gathers ahead by itself"),
-    "ignored_modules": (None, "all parameters are divided"),
+    "ignored_modules": (None, "all parameters are sharded"),
     "param_init_fn": (None, "build the model in castor.LazyInitContext"),
     "fp8_communication": (False, "give mixed_precision"),
 }
@@ -195,7 +195,7 @@ class TorchFSDPPlugin(TorchPlugin):
         check_divisible(model)
         if is_peft_model(model):
             raise NotImplementedError(
-                "TorchFSDPPlugin does not divide PeftModels, whose files are of their adapters "
+                "TorchFSDPPlugin does not shard PeftModels, whose files are of their adapters "
                 "alone: use TorchDDPPlugin"
             )
         for optimizer in optimizers:

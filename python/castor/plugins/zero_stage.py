@@ -24,7 +24,7 @@ def group_of_reads(
 
     Returns:
         Name of the group; "" where ranks need none: zero_stage is "auto" or 1, this process is
-        alone, or the model is divided and all its ranks share memory.
+        alone, or the model is sharded and all its ranks share memory.
 
     Raises:
         ValueError: extra_dp_size does not divide the number of ranks.
@@ -35,16 +35,16 @@ def group_of_reads(
     if size % copies:
         trained = f"of {size} ranks with the same shard of it" if size > 1 else "where one has it"
         raise ValueError(
-            f"extra_dp_size={copies} copies of the model's weights are sharded over as many ranks "
-            f"each, {trained}: start a multiple of {copies} ranks, or give a number that divides "
-            f"{size}"
+            f"extra_dp_size={copies} replicas of the model's weights are sharded over as many "
+            f"ranks each, {trained}: start a multiple of {copies} ranks, or give a number that "
+            f"divides {size}"
         )
     if layout.data is None or stage in ("auto", 1):
         return ""
     kept = "gradients" if stage == 2 else "weights and gradients"
     if None in rules:
         raise NotImplementedError(
-            f"zero_stage={stage} leaves each of {size} ranks its part of the {kept}, and an "
+            f"zero_stage={stage} leaves each of {size} ranks its shard of the {kept}, and an "
             "optimizer that castor does not run takes all of them on every rank; use HybridAdam, "
             "torch.optim.AdamW, SGD or Lion, or zero_stage=1"
         )

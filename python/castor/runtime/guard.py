@@ -85,8 +85,8 @@ class _Refused:
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(
             f"{self._name}() would change a {type(self._owner()).__name__} of a boosted model, "
-            "which castor has laid out, and divided where ranks do, in booster.boost: call it "
-            "before boost; in one process booster.release(model) gives the model back"
+            "which castor has laid out in chunks, and sharded over ranks, in booster.boost: call "
+            "it before boost; in one process booster.release(model) gives the model back"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

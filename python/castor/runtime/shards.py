@@ -92,7 +92,7 @@ def full_tensor(model: nn.Module | None, key: str, own: DTensor) -> torch.Tensor
     if shards is None:
         name = key.partition(":")[2]
         raise CheckpointError(
-            f"tensor '{name}' is a DTensor of a model that castor did not divide; boost it with "
+            f"tensor '{name}' is a DTensor of a model that castor did not shard; boost it with "
             "TorchFSDPPlugin, or save it with torch.distributed.checkpoint"
         )
     return shards.full_tensor(key, own)

@@ -246,7 +246,8 @@ TEST(SharedHostStorageErrorTest, AFileThatCannotBeMappedIsNamed) {
     const SharedHostStorage storage(-1, system_page_sizes().page);
     FAIL();
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("mapping the ranks' homes failed"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("mapping the ranks' host storage failed"),
+              std::string::npos);
   }
 }
 

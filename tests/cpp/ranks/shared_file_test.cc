@@ -50,7 +50,7 @@ TEST(SharedFileTest, RanksThatCannotMapHostStorageHaveNoneAndTheSameReason) {
     const NodeHostStorage made =
         share_host_storage(group, 2, std::size_t{1} << 56);  // more than addresses
     EXPECT_EQ(made.storage, nullptr);
-    EXPECT_EQ(made.refusal, "mapping the ranks' homes failed: Cannot allocate memory");
+    EXPECT_EQ(made.refusal, "mapping the ranks' host storage failed: Cannot allocate memory");
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(2));
 }
