@@ -1,7 +1,8 @@
 """The `castor` command, also `python -m castor`. Each sub-command is a function here.
 
-Those that predict are in castor.cli_estimates, those that chat and serve in castor.recipes. A
-sub-command imports what it needs when it runs: `castor --help` answers without transformers.
+Those that predict are in castor.cli_estimates, those that evaluate, chat and serve in
+castor.recipes. A sub-command imports what it needs when it runs: `castor --help` answers without
+transformers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from castor import memory_options
 from castor.cli_estimates import estimate, plan, scaling
 from castor.recipes.chat import chat
 from castor.recipes.data.show import data_app
+from castor.recipes.evaluate import evaluate
 from castor.recipes.serve import serve
 
 app = typer.Typer(
@@ -204,8 +206,8 @@ def train(
 
 
 app.add_typer(data_app)
-for _generates in (chat, serve):
-    app.command()(_generates)
+for _infers in (evaluate, chat, serve):
+    app.command()(_infers)
 
 
 @app.command()

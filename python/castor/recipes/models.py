@@ -207,8 +207,8 @@ def _check_config(folder: Path) -> None:
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UsageError(
-            f"{folder} holds weights quantised by {method}, which castor chat and serve do not "
-            "load; give the folder of the weights before quantisation"
+            f"{folder} holds weights quantised by {method}, which castor evaluate, chat and "
+            "serve do not load; give the folder of the weights before quantisation"
         )
 
 

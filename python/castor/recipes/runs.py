@@ -1,8 +1,11 @@
-"""The checkpoints in the folder of a run of a Trainer."""
+"""The folder of a run of a Trainer: its recipe and its checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+RECIPE = "recipe.yaml"
+"""File of a run's folder: the resolved recipe, with the versions of the libraries."""
 
 
 def checkpoints(run: Path) -> list[Path]:

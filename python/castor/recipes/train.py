@@ -21,13 +21,11 @@ from castor.model_files import find_config
 from castor.recipes import require
 from castor.recipes.data import IGNORED
 from castor.recipes.recipe import OF_PAIRS, Recipe, dump, load
-from castor.recipes.runs import checkpoints
+from castor.recipes.runs import RECIPE, checkpoints
 
 if TYPE_CHECKING:
     from castor.recipes.data.prepare import Prepared
 
-RECIPE = "recipe.yaml"
-"""File of a run's folder: the resolved recipe, with the versions of the libraries."""
 _STATE = "trainer_state.json"
 """File that the Trainer writes last, into each checkpoint and at the end into the run's folder."""
 _LIBRARIES = ("castor-torch", "torch", "transformers", "trl", "peft", "datasets", "accelerate")
