@@ -159,7 +159,8 @@ def _told_beforehand(record: RunRecord, target: Sequence[str], arguments: Sequen
     Returns:
         Whether it printed any.
     """
-    behind = options_behind(arguments)
+    # `castor run --nproc 2 -m castor evaluate` takes the memory options of the sub-command.
+    behind = [] if Path(target[-1]).name == "castor" else options_behind(arguments)
     if behind:
         record.say(
             f"{' and '.join(behind)} stands behind {target[-1]}, so that the script gets it and "

@@ -80,9 +80,7 @@ def evaluate(
     if log_samples and file is None:
         raise UsageError("--log-samples writes files, and there is no run's folder; give --output")
     transformers.logging.set_verbosity_error()
-    results = evaluation.evaluate(
-        path, questions, settings=chosen, base=base, tokenizer=tokenizer
-    )
+    results = evaluation.evaluate(path, questions, settings=chosen, base=base, tokenizer=tokenizer)
     if results is not None:
         show(results)
         if file is not None:

@@ -156,7 +156,8 @@ def evaluate(
         model = load_for_inference(path, settings=settings, base=base, tokenizer=tokenizer)
         _check_fit(questions, model)
         lm = BoostedLM(model, batch_size=questions.batch_size, max_length=questions.max_length)
-        _check_ranks(questions, tasks, lm.world_size)
+        if lm.world_size > 1:
+            check_ranks(questions, tasks, lm.world_size)
         try:
             results: dict[str, Any] | None = simple_evaluate(
                 model=lm,
@@ -178,8 +179,11 @@ def evaluate(
                 fewshot_random_seed=seeds["fewshot_seed"],
                 confirm_run_unsafe_code=questions.run_unsafe_code,
             )
-        except AssertionError as error:
-            raise UsageError(f"lm-eval refuses: {_first_line(error)}") from error
+        except BaseException as error:
+            print(file=sys.stderr)  # ends the line of a progress bar
+            if isinstance(error, AssertionError):
+                raise UsageError(f"lm-eval refuses: {_first_line(error)}") from error
+            raise
     if results is None:
         return None
     tracker.general_config_tracker.log_end_time()
@@ -292,8 +296,17 @@ def _check_fit(questions: Questions, model: InferenceModel) -> None:
         raise UsageError(f"--max-length is {asked:,}, and {model.name} takes {most:,} tokens")
 
 
-def _check_ranks(questions: Questions, tasks: Sequence[Any], ranks: int) -> None:
-    """Checks that each rank gets a document of each task, as lm-eval needs."""
+def check_ranks(questions: Questions, tasks: Sequence[Any], ranks: int) -> None:
+    """Checks that each rank gets a document of each task, as lm-eval needs.
+
+    Args:
+        questions: The tasks and their limit.
+        tasks: What `load_tasks` returned.
+        ranks: Number of data-parallel ranks.
+
+    Raises:
+        UsageError: A task has too few.
+    """
     for name, task in TaskManager(include_defaults=False).load(list(tasks))["tasks"].items():
         documents = len(task.eval_docs)
         limit = questions.limit
@@ -301,7 +314,8 @@ def _check_ranks(questions: Questions, tasks: Sequence[Any], ranks: int) -> None
             documents = min(documents, int(limit if limit >= 1 else -(-documents * limit // 1)))
         if documents < ranks:
             raise UsageError(
-                f"the task {name!r} has {documents} documents for {ranks} ranks; start fewer ranks"
+                f"the task {name!r} has fewer documents ({documents}) than there are ranks "
+                f"({ranks}); start fewer ranks"
             )
 
 
