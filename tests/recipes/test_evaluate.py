@@ -19,10 +19,11 @@ from lm_eval.utils import make_table
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from castor import cli
+from castor import cli, launch
 from castor.errors import UsageError
-from castor.recipes import evaluation
+from castor.recipes import evaluation, train
 from castor.recipes.evaluation import Questions
+from castor.recipes.recipe import load
 
 SENTENCES = (
     "A chunk holds parameters.", "The device has a budget.", "The host keeps the weights.",
@@ -360,6 +361,45 @@ def test_a_chat_template_has_to_be_there(folder: Path, tasks: Path, tmp_path: Pa
     questions = Questions(tasks=("pages",), include=tasks, apply_chat_template=True)
     with pytest.raises(UsageError, match="tokenizer of bare has no chat template: add one"):
         evaluation.evaluate(bare, questions, settings=budget(folder))
+
+
+@pytest.mark.usefixtures("no_index")
+def test_a_recipe_evaluates_what_it_has_trained(
+    folder: Path,
+    place: Path,
+    tasks: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{path: {folder}}}\ndata: {{train: {place / 'chats.jsonl'}}}\n"
+        "method: {name: sft}\nmemory: {device: cpu, device_memory: 6MiB, activations: auto}\n"
+        f"evaluate: {{tasks: [choices], include: {tasks}, limit: 4, log_samples: true}}\n"
+        f"output: {{dir: {run}}}\n",
+        encoding="utf-8",
+    )
+
+    def trains(*_: Any, **__: Any) -> int:
+        shutil.copytree(folder, run, dirs_exist_ok=True)
+        return 0
+
+    monkeypatch.setattr(launch, "run", trains)
+    assert train.start(recipe, [], dry_run=False) == 0
+    shown = capsys.readouterr()
+    assert "|choices|" in shown.out
+    assert "of a budget of 6.0 MiB" in shown.err
+    assert {path.name.split("_")[0] for path in (run / "evaluations").iterdir()} == {
+        "results", "samples",
+    }  # fmt: skip
+    monkeypatch.setattr(launch, "run", lambda *_, **__: 143)  # SIGTERM: a checkpoint, no end
+    assert train.start(recipe, ["output.dir=" + str(tmp_path / "other")], dry_run=False) == 143
+    assert not (tmp_path / "other" / "evaluations").exists()
+    with pytest.raises(UsageError, match="there is no task 'choice': did you mean 'choices'"):
+        train.start(recipe, ["evaluate.tasks=[choice]"], dry_run=True)
+    with pytest.raises(UsageError, match="evaluate asks a model that generates text"):
+        load(recipe, ["method.name=reward"])
 
 
 @pytest.mark.usefixtures("no_index")

@@ -6,12 +6,15 @@ What imports torch is imported within functions: `castor --help` imports this fi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from castor import memory_options
 from castor.recipes import options, require
+
+if TYPE_CHECKING:
+    from castor.recipes.evaluation import Questions
 
 
 def evaluate(
@@ -67,7 +70,6 @@ def evaluate(
     require("castor evaluate", "transformers", "jinja2", "datasets", "lm_eval")
     import transformers
 
-    from castor.errors import UsageError
     from castor.recipes import evaluation
 
     questions = evaluation.Questions(
@@ -76,11 +78,34 @@ def evaluate(
         max_length=max_length, apply_chat_template=apply_chat_template, log_samples=log_samples,
         seed=seed, run_unsafe_code=confirm_run_unsafe_code,
     )  # fmt: skip
-    file = evaluation.results_file(path, output)
-    if log_samples and file is None:
-        raise UsageError("--log-samples writes files, and there is no run's folder; give --output")
     transformers.logging.set_verbosity_error()
-    results = evaluation.evaluate(path, questions, settings=chosen, base=base, tokenizer=tokenizer)
+    evaluate_and_write(
+        path, questions, settings=chosen, base=base, tokenizer=tokenizer, output=output
+    )
+
+
+def evaluate_and_write(
+    path: Path, questions: Questions, *, output: Path | None, **loading: Any
+) -> None:
+    """Evaluates a model, prints the results, and writes them where there is a place.
+
+    Args:
+        path: The model.
+        questions: The tasks.
+        output: Folder or file of the results, as in `evaluation.results_file`.
+        loading: Further arguments of `evaluation.evaluate`.
+
+    Raises:
+        Exception: `evaluation.evaluate` raises it; or UsageError, for an output that is no place.
+        OSError: The results cannot be written; they have been printed.
+    """
+    from castor.errors import UsageError
+    from castor.recipes import evaluation
+
+    file = evaluation.results_file(path, output)
+    if questions.log_samples and file is None:
+        raise UsageError("--log-samples writes files, and there is no run's folder; give --output")
+    results = evaluation.evaluate(path, questions, **loading)
     if results is not None:
         show(results)
         if file is not None:

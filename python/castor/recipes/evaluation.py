@@ -29,7 +29,7 @@ from castor.checkpoint.files import write_file
 from castor.config import did_you_mean
 from castor.errors import UsageError
 from castor.recipes.models import InferenceModel, find_model, load_for_inference
-from castor.recipes.runs import RECIPE, checkpoints
+from castor.recipes.runs import EVALUATIONS, RECIPE, checkpoints
 
 _YAML = (".yaml", ".yml")
 
@@ -333,7 +333,7 @@ def results_file(path: Path, output: Path | None) -> Path | None:
         is_run = (path / RECIPE).is_file() or checkpoints(path) or latest(path) is not None
         if not is_run:
             return None
-        output = path / "evaluations"
+        output = path / EVALUATIONS
     date = datetime.now().isoformat(timespec="seconds").replace(":", "-")
     file = output if output.suffix == ".json" else output / f"results_{date}.json"
     there = next(one for one in file.absolute().parents if one.exists())

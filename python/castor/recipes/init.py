@@ -62,6 +62,8 @@ parallel:
 log:
   every: 10               # steps
   to: []                  # tensorboard, trackio
+# evaluate:               # the trained model on tasks of lm-eval; castor evaluate does it later
+#   tasks: [hellaswag]
 output:
   dir: {output}
   save_every: 500         # steps between checkpoints

@@ -145,6 +145,11 @@ def _holds_model(folder: Path) -> bool:
     )
 
 
+def without_training(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns GeminiPlugin's arguments without those that say how a step trains."""
+    return {name: value for name, value in settings.items() if name not in _OF_TRAINING}
+
+
 def _check_settings(settings: Mapping[str, Any]) -> None:
     """Raises UsageError for settings of training, and for those of several ranks."""
     training = sorted(_OF_TRAINING & settings.keys())

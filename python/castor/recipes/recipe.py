@@ -202,6 +202,27 @@ class OutputSection(_Section):
     """Number of checkpoints that stay; None: all."""
 
 
+class EvaluateSection(_Section):
+    """Tasks of lm-eval that the trained model is evaluated on at the end."""
+
+    tasks: Annotated[list[str], Field(min_length=1)]
+    """Names or patterns of tasks, YAML files, or folders of these."""
+    include: str | None = None
+    """Folder with YAML files of further tasks."""
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    """Number of examples before a question; None: the task's own."""
+    batch_size: _AboveZero = 1
+    """Sequences in one forward."""
+    limit: Annotated[float, Field(gt=0)] | None = None
+    """Documents of each task: a number, or a share below 1; None: all."""
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    """Most tokens of a sequence; None: the model's positions."""
+    apply_chat_template: bool = False
+    """Whether questions become conversations, by the tokenizer's chat template."""
+    log_samples: bool = False
+    """Whether every question and its answer are written too."""
+
+
 class Recipe(_Section):
     """A whole recipe. A recipe that `load` returned is resolved: its paths are absolute."""
 
@@ -213,6 +234,7 @@ class Recipe(_Section):
     """GeminiPlugin's arguments by name; precision is "bf16" by default."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     log: LogSection = Field(default_factory=LogSection)
+    evaluate: EvaluateSection | None = None
     output: OutputSection
     versions: dict[str, str] = Field(default_factory=dict)
     """Versions of the libraries that a run was made with; empty in a recipe by hand."""
@@ -228,6 +250,10 @@ class Recipe(_Section):
             )
         if method.name != "dpo" and method.beta is not None:
             raise ValueError(f"method.beta is DPO's, and method.name is {method.name!r}")
+        if method.name == "reward" and self.evaluate is not None:
+            raise ValueError(
+                "evaluate asks a model that generates text, and method.name: reward trains another"
+            )
         if self.model.random_weights and (method.name, method.adapter) != ("pretrain", "full"):
             raise ValueError(
                 "model.random_weights begins with an untrained model, which only method.name: "
@@ -306,8 +332,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def dump(recipe: Recipe) -> str:
     """Returns a recipe as YAML, with every default written out; `load` reads it."""
     document = recipe.model_dump(mode="json")
-    if not recipe.versions:
-        del document["versions"]
+    for name in ("versions", "evaluate"):
+        if not document[name]:
+            del document[name]
     text: str = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
     return text
 
@@ -326,6 +353,8 @@ def _make_absolute(recipe: Recipe) -> None:
         data.held_out = _absolute(data.held_out)
     if data.chat_template is not None:
         data.chat_template = _absolute(data.chat_template)
+    if recipe.evaluate is not None and recipe.evaluate.include is not None:
+        recipe.evaluate.include = _absolute(recipe.evaluate.include)
     recipe.output.dir = str(Path(recipe.output.dir).expanduser().absolute())
 
 

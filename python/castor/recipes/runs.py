@@ -1,4 +1,4 @@
-"""The folder of a run of a Trainer: its recipe and its checkpoints."""
+"""The folder of a run of a Trainer: its recipe, its checkpoints and its evaluations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 RECIPE = "recipe.yaml"
 """File of a run's folder: the resolved recipe, with the versions of the libraries."""
+EVALUATIONS = "evaluations"
+"""Folder in a run's folder: results of lm-eval's tasks."""
 
 
 def checkpoints(run: Path) -> list[Path]:

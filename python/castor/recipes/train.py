@@ -21,10 +21,11 @@ from castor.model_files import find_config
 from castor.recipes import require
 from castor.recipes.data import IGNORED
 from castor.recipes.recipe import OF_PAIRS, Recipe, dump, load
-from castor.recipes.runs import RECIPE, checkpoints
+from castor.recipes.runs import EVALUATIONS, RECIPE, checkpoints
 
 if TYPE_CHECKING:
     from castor.recipes.data.prepare import Prepared
+    from castor.recipes.evaluation import Questions
 
 _STATE = "trainer_state.json"
 """File that the Trainer writes last, into each checkpoint and at the end into the run's folder."""
@@ -61,7 +62,8 @@ class Plan:
 def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     """Runs `castor train`: checks the recipe, prepares the data, and trains or prints the plan.
 
-    A run of the same recipe in the output folder goes on from its last complete checkpoint.
+    A run of the same recipe in the output folder goes on from its last complete checkpoint. Where
+    the recipe says so, the trained model is evaluated at the end, in this process.
 
     Args:
         path: The recipe.
@@ -80,6 +82,7 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     recipe = load(path, overrides)
     if recipe.method.adapter == "qlora":
         require_four_bits()
+    questions = None if recipe.evaluate is None else _checked_questions(recipe)
     _check_model(recipe)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     _compare_versions(path, recipe, console)
@@ -104,7 +107,7 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
         console.print(f"[bold]castor train:[/bold] goes on from {escape(str(resumed))}")
     from castor import launch
 
-    return launch.run(
+    status = launch.run(
         "castor.recipes.train",
         [str(run / RECIPE)],
         module=True,
@@ -115,6 +118,33 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
         max_restarts=0,
         log_dir=None,
     )
+    if status == 0 and questions is not None:
+        from castor.recipes.evaluate import evaluate_and_write
+        from castor.recipes.models import without_training
+
+        settings = without_training(recipe.memory)
+        evaluate_and_write(run, questions, settings=settings, output=run / EVALUATIONS)
+    return status
+
+
+def _checked_questions(recipe: Recipe) -> Questions:
+    """Returns the questions of a recipe, whose tasks can be loaded.
+
+    Raises:
+        UsageError: A task is unknown, or cannot be loaded.
+        ModuleNotFoundError: lm-eval is not installed.
+    """
+    require("evaluate in a recipe", "lm_eval")
+    from castor.recipes import evaluation
+
+    assert recipe.evaluate is not None
+    section = recipe.evaluate.model_dump()
+    include = section.pop("include")
+    questions = evaluation.Questions(
+        tasks=tuple(section.pop("tasks")), include=include and Path(include), **section
+    )
+    evaluation.load_tasks(questions, {"pretrained": recipe.output.dir})
+    return questions
 
 
 def require_four_bits() -> None:
