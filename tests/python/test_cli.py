@@ -27,7 +27,7 @@ def test_version_is_that_of_the_package() -> None:
 def test_help_names_the_sub_commands_without_transformers() -> None:
     code = (
         "import runpy, sys\n"
-        "sys.modules['transformers'] = None\n"
+        "sys.modules['transformers'] = sys.modules['lm_eval'] = None\n"
         "sys.argv = ['castor', '--help']\n"
         "runpy.run_module('castor', run_name='__main__')\n"
     )

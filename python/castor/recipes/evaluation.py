@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed
+from jinja2 import TemplateError
 from lm_eval import simple_evaluate
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.loggers import EvaluationTracker
@@ -181,7 +182,7 @@ def evaluate(
             )
         except BaseException as error:
             print(file=sys.stderr)  # ends the line of a progress bar
-            if isinstance(error, AssertionError):
+            if isinstance(error, AssertionError | TemplateError):
                 raise UsageError(f"lm-eval refuses: {_first_line(error)}") from error
             raise
     if results is None:
@@ -213,7 +214,10 @@ def load_tasks(questions: Questions, metadata: Mapping[str, Any]) -> list[Any]:
             raise UsageError(f"there is no folder {questions.include}; give one with --include")
         manager = TaskManager(include_path=questions.include, include_defaults=False, **shared)
     known = set() if manager is None else set(manager.all_subtasks)
-    if not all(name in known or Path(name).is_dir() for name in questions.tasks):
+    # A folder by its bare name may be a task of lm-eval's, which it does not hide.
+    if not all(
+        name in known or (os.sep in name and Path(name).is_dir()) for name in questions.tasks
+    ):
         # It reads the 15,000 YAML files of lm-eval: 5 seconds that local tasks do without.
         manager = TaskManager(include_path=questions.include, **shared)
     found: list[Any] = []
@@ -334,7 +338,7 @@ def results_file(path: Path, output: Path | None) -> Path | None:
         if not is_run:
             return None
         output = path / EVALUATIONS
-    date = datetime.now().isoformat(timespec="seconds").replace(":", "-")
+    date = datetime.now().isoformat().replace(":", "-")
     file = output if output.suffix == ".json" else output / f"results_{date}.json"
     there = next(one for one in file.absolute().parents if one.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)) or file.is_dir():
