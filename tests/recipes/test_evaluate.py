@@ -274,6 +274,7 @@ def test_tasks_are_names_patterns_files_and_folders(tasks: Path) -> None:
         names("both", "pages")
 
 
+@pytest.mark.slow
 def test_an_unknown_task_is_told_the_nearest(tasks: Path) -> None:
     said = r"there is no task 'boolqq': did you mean 'boolq'\? give a name that"
     with pytest.raises(UsageError, match=said):
