@@ -25,6 +25,9 @@ from castor.recipes import evaluation, train
 from castor.recipes.evaluation import Questions
 from castor.recipes.recipe import load
 
+# From Python 3.12 on, where lm-eval forks to estimate the error of chrf.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+
 SENTENCES = (
     "A chunk holds parameters.", "The device has a budget.", "The host keeps the weights.",
     "A step ends with an update.", "Ranks exchange gradients.", "The plan is made once.",

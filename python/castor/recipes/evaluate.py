@@ -128,12 +128,3 @@ def show(results: dict[str, Any]) -> None:
         for name in ("peak_device_bytes", "device_budget_bytes")
     )
     typer.echo(f"castor evaluate: device: at most {peak} of a budget of {budget}", err=True)
-
-
-def main() -> None:
-    """Runs the command by itself, as `python -m castor.recipes.evaluate`."""
-    typer.run(evaluate)
-
-
-if __name__ == "__main__":
-    main()
