@@ -111,9 +111,7 @@ def _one_after_the_other(
     return ordered + [op for together in sets for op in together if id(op) not in drawn]
 
 
-def _independent(
-    operations: list[Operation], position: Mapping[int, int]
-) -> list[list[Operation]]:
+def _independent(operations: list[Operation], position: Mapping[int, int]) -> list[list[Operation]]:
     """Splits operations into sets that share no memory, in the order of their first results."""
     root: dict[int, int] = {}
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -224,7 +222,7 @@ def _load_weights(folder: Path, dtype: Any) -> Any:
     # transformers declares the model alone as what it returns.
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
     try:
-        with _one_thread_loads(), LazyInitContext():
+        with LazyInitContext():
             model, found = from_pretrained(
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True
             )
@@ -242,23 +240,6 @@ def _load_weights(folder: Path, dtype: Any) -> Any:
             "random; give a folder with all weights of a causal language model"
         )
     return model
-
-
-@contextmanager
-def _one_thread_loads() -> Iterator[None]:
-    """Keeps transformers' threads from recording weights in an order of their own on each rank.
-
-    Ranks give each other lazy weights in the order in which they were recorded.
-    """
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _with_adapters(model: Any, folder: Path, base: Path) -> Any:
