@@ -103,6 +103,7 @@ TARGETS = [
     (["-m", "no_such_module"], "there is no module no_such_module in this directory"),
     (["-m", "train.py"], "train.py is a file; leave -m out"),
     (["torchrun", "train.py"], "castor run --nproc N starts them too: give castor run"),
+    (["-m", "castor", "evaluate", "model"], "sub-commands take such options themselves: put them"),
     ([], "Missing argument 'script'"),
 ]
 ESTIMATE = [

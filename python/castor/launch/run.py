@@ -86,6 +86,11 @@ def run(
         check_report(report)
     target = find_target(script, module=module)
     boosts = settings is not None
+    if settings is not None and _is_castor(target):
+        raise UsageError(
+            f"castor run was given {', '.join(settings)} and the command castor, whose "
+            f"sub-commands take such options themselves: put them behind {' '.join(arguments[:1])}"
+        )
     command = [*target, *arguments]
     if boosts:
         command = ["-m", "castor.integrations.script", json.dumps(settings), *command]
@@ -160,7 +165,7 @@ def _told_beforehand(record: RunRecord, target: Sequence[str], arguments: Sequen
         Whether it printed any.
     """
     # `castor run --nproc 2 -m castor evaluate` takes the memory options of the sub-command.
-    behind = [] if Path(target[-1]).name == "castor" else options_behind(arguments)
+    behind = [] if _is_castor(target) else options_behind(arguments)
     if behind:
         record.say(
             f"{' and '.join(behind)} stands behind {target[-1]}, so that the script gets it and "
@@ -173,6 +178,11 @@ def _told_beforehand(record: RunRecord, target: Sequence[str], arguments: Sequen
         "PyTorch; --device-memory 24GiB, or another setting, trains it under castor"
     )
     return True
+
+
+def _is_castor(target: Sequence[str]) -> bool:
+    """Returns whether the command line is that of castor itself, not a script's."""
+    return Path(target[-1]).name == "castor"
 
 
 def _counts_of(path: Path, nproc: int | None, nodes: int) -> tuple[int, int]:

@@ -297,6 +297,14 @@ TEST(RuntimeTest, PressureEvictsThenThrowsWithTheFiguresAndTheRuntimeGoesOn) {
   EXPECT_EQ(machine.train(row_step(3, 100)).pressure_evictions, 0u);
 }
 
+TEST(RuntimeTest, AdviceForInferenceIsNotAboutActivationsThatBackwardNeeds) {
+  Machine machine(Net::row(1).layout(), kChunk, {.warmup_nonmodel_ratio = 0.0});
+  machine.run({enter(0)}, PassMode::kInference);
+  const std::string message = message_of([&] { machine.act(allocate(200), PassMode::kInference); });
+  EXPECT_TRUE(message.ends_with(": raise device_memory to that or more, or make the batch smaller"))
+      << message;
+}
+
 TEST(RuntimeTest, SmallestBudgetOfTheMessageSuffices) {
   const Step step = {enter(0), exit(0), enter(1), allocate(400), allocate(200), exit(1)};
   Machine small(Net::row(3).layout(), 855, {.warmup_nonmodel_ratio = 0.0});
