@@ -100,7 +100,9 @@ OWNED_IMPORTS = {
     "transformers": frozenset({"distributed", "estimate", "integrations", "recipes"}),
     **{
         name: frozenset({"recipes"})
-        for name in ("datasets", "fastapi", "lm_eval", "pyarrow", "pydantic", "trl", "uvicorn")
+        for name in (
+            *("datasets", "fastapi", "gguf", "lm_eval", "pyarrow", "pydantic", "trl", "uvicorn"),
+        )
     },
 }
 DYNAMIC_IMPORTS = frozenset({"import_module", "__import__"})

@@ -21,6 +21,7 @@ from castor.cli_estimates import estimate, plan, scaling
 from castor.recipes.chat import chat
 from castor.recipes.data.show import data_app
 from castor.recipes.evaluate import evaluate
+from castor.recipes.export import export
 from castor.recipes.serve import serve
 
 app = typer.Typer(
@@ -206,8 +207,8 @@ def train(
 
 
 app.add_typer(data_app)
-for _infers in (evaluate, chat, serve):
-    app.command()(_infers)
+for _uses in (evaluate, chat, serve, export):
+    app.command()(_uses)
 
 
 @app.command()

@@ -282,17 +282,36 @@ def write_model(
     Raises:
         OSError: The disk refuses.
     """
-    if len(shards) > 1:
-        weight_map = {key: name for name, tensors in shards.items() for key in tensors}
-        metadata = {"total_size": sum(map(bytes_of, shards.values()))}
-        if names is None:
-            text = canonical({"metadata": metadata, "weight_map": weight_map})
-        else:
-            metadata["total_parameters"] = names.layout.num_parameters
-            index = {"metadata": metadata, "weight_map": weight_map}
-            text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
-        entries[INDEX] = write_file(staging / INDEX, [text])
+    index = write_index(shards, staging, names)
+    if index is not None:
+        entries[INDEX] = index
     return seal_part(staging, previous, entries, _is_ours, about)
+
+
+def write_index(
+    shards: Mapping[str, Tensors], directory: Path, names: HubNames | None
+) -> FileEntry | None:
+    """Writes the index of several files of weights; returns its entry, None for a single file.
+
+    Args:
+        shards: Weights by file name.
+        directory: Directory of the files.
+        names: See hub_names_of; None: the index need not be the one that transformers writes.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    if len(shards) == 1:
+        return None
+    weight_map = {key: name for name, tensors in shards.items() for key in tensors}
+    metadata = {"total_size": sum(map(bytes_of, shards.values()))}
+    if names is None:
+        text = canonical({"metadata": metadata, "weight_map": weight_map})
+    else:
+        metadata["total_parameters"] = names.layout.num_parameters
+        index = {"metadata": metadata, "weight_map": weight_map}
+        text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
+    return write_file(directory / INDEX, [text])
 
 
 def _is_ours(name: str) -> bool:

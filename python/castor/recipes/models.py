@@ -84,18 +84,15 @@ def load_for_inference(
     """
     _check_settings(settings)
     folder = find_model(path)
-    adapters = folder if (folder / _ADAPTER).is_file() else None
-    if base is not None and adapters is None:
-        raise UsageError(f"{folder} is a whole model and --base was given: leave --base out")
-    weights = folder if adapters is None else _base_of(adapters, base)
-    _check_config(weights)
-    words = _load_tokenizer([tokenizer] if tokenizer is not None else [folder, path, weights])
+    adapters = folder if holds_adapters(folder) else None
+    weights = find_weights(folder, base)
+    words = load_tokenizer([tokenizer] if tokenizer is not None else [folder, path, weights])
     precision = settings.get("precision")
-    model: Any = _load_weights(weights, "auto" if precision is None else _DTYPES[precision])
+    model: Any = load_weights(weights, "auto" if precision is None else _DTYPES[precision])
     stored = _PRECISIONS.get(model.dtype, "fp32")
     if adapters is not None:
-        model = _with_adapters(model, adapters, weights)
-    _check_vocabulary(words, model, weights)
+        model = with_adapters(model, adapters, weights)
+    check_vocabulary(words, model, weights)
     plugin = GeminiPlugin(**{"precision": stored, **settings})
     booster = Booster(plugin)
     model.eval()
@@ -135,6 +132,28 @@ def find_model(path: Path) -> Path:
     )
 
 
+def holds_adapters(folder: Path) -> bool:
+    """Whether a folder holds adapters of PEFT and no whole model."""
+    return (folder / _ADAPTER).is_file()
+
+
+def find_weights(folder: Path, base: Path | None) -> Path:
+    """Returns the folder of a whole model: the given one, or the base of its adapters.
+
+    Args:
+        folder: A folder that find_model returned.
+        base: The model folder that adapters belong to; by default the one that they name.
+
+    Raises:
+        UsageError: There is no such base, the folder needs none, or its weights are quantised.
+    """
+    if base is not None and not holds_adapters(folder):
+        raise UsageError(f"{folder} is a whole model and --base was given: leave --base out")
+    weights = _base_of(folder, base) if holds_adapters(folder) else folder
+    _check_config(weights)
+    return weights
+
+
 def _holds_model(folder: Path) -> bool:
     """Whether a folder holds a model's or adapters' configuration and some weights."""
     configured = (folder / _MODEL).is_file() or (folder / _ADAPTER).is_file()
@@ -162,7 +181,12 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         raise UsageError(str(error)) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+        UsageError: The file holds no JSON object.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -178,7 +202,7 @@ def _base_of(adapters: Path, given: Path | None) -> Path:
     Raises:
         UsageError: It is not there, or the adapters name none.
     """
-    named = _read_json(adapters / _ADAPTER).get("base_model_name_or_path")
+    named = read_json(adapters / _ADAPTER).get("base_model_name_or_path")
     base = given or (Path(named) if isinstance(named, str) and named else None)
     if base is None:
         raise UsageError(f"{adapters / _ADAPTER} names no base model; give its folder with --base")
@@ -193,7 +217,7 @@ def _base_of(adapters: Path, given: Path | None) -> Path:
     )
 
 
-def _load_tokenizer(folders: list[Path]) -> Any:
+def load_tokenizer(folders: list[Path]) -> Any:
     """Returns the tokenizer of the first folder that has one."""
     for folder in folders:
         if any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -208,16 +232,16 @@ def _load_tokenizer(folders: list[Path]) -> Any:
 
 def _check_config(folder: Path) -> None:
     """Raises UsageError if a model's config.json is damaged, or tells of quantised weights."""
-    quantised = _read_json(folder / _MODEL).get("quantization_config")
+    quantised = read_json(folder / _MODEL).get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UsageError(
-            f"{folder} holds weights quantised by {method}, which castor evaluate, chat and "
-            "serve do not load; give the folder of the weights before quantisation"
+            f"{folder} holds weights quantised by {method}, which castor evaluate, chat, serve and "
+            "export do not load; give the folder of the weights before quantisation"
         )
 
 
-def _load_weights(folder: Path, dtype: Any) -> Any:
+def load_weights(folder: Path, dtype: Any) -> Any:
     """Returns the model of a folder, whose weights stay in their files until it is boosted."""
     # transformers declares the model alone as what it returns.
     from_pretrained: Any = AutoModelForCausalLM.from_pretrained
@@ -233,7 +257,7 @@ def _load_weights(folder: Path, dtype: Any) -> Any:
         raise UsageError(f"{folder}: no causal language model can be read: {text}") from error
     missing = sorted(found["missing_keys"])
     if missing:
-        stored = _read_json(folder / _MODEL).get("architectures") or ["?"]
+        stored = read_json(folder / _MODEL).get("architectures") or ["?"]
         raise UsageError(
             f"{folder} ({', '.join(stored)}) lacks {len(missing)} "
             f"parameters of {type(model).__name__}, the first is {missing[0]!r}: answers would be "
@@ -242,7 +266,7 @@ def _load_weights(folder: Path, dtype: Any) -> Any:
     return model
 
 
-def _with_adapters(model: Any, folder: Path, base: Path) -> Any:
+def with_adapters(model: Any, folder: Path, base: Path) -> Any:
     """Returns a PeftModel of a model and the adapters in a folder.
 
     Raises:
@@ -275,7 +299,7 @@ def _with_adapters(model: Any, folder: Path, base: Path) -> Any:
     return adapted
 
 
-def _check_vocabulary(tokenizer: Any, model: Any, folder: Path) -> None:
+def check_vocabulary(tokenizer: Any, model: Any, folder: Path) -> None:
     """Raises UsageError if the tokenizer gives ids that the model has no embedding for."""
     highest = max(tokenizer.get_vocab().values(), default=-1)
     rows = model.get_input_embeddings().weight.shape[0]

@@ -1,0 +1,237 @@
+"""Writes a model, a run or its adapters as a folder that other programs load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from castor.checkpoint.adapters import CONFIG, WEIGHTS
+from castor.checkpoint.container import ComputedTensor, Tensors, bytes_of, read_header, write_files
+from castor.checkpoint.contents import mapped
+from castor.checkpoint.files import OVERHEAD_BYTES, fsync_file
+from castor.checkpoint.hub_names import hub_names_of
+from castor.checkpoint.model import model_files, write_configs, write_index
+from castor.checkpoint.staging import recover, staged
+from castor.errors import UsageError
+from castor.recipes.model_card import Card, base_name, write_card
+from castor.recipes.models import (
+    check_vocabulary,
+    find_model,
+    find_weights,
+    holds_adapters,
+    load_tokenizer,
+    read_json,
+)
+from castor.recipes.weights import Weights, read_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types of weights by the names that transformers gives them."""
+_LAYOUTS = {"safetensors": tuple(DTYPES), "gguf": (*DTYPES, "q8_0")}
+"""Formats, with the types that each holds."""
+_SHARD_BYTES = 5 * 10**9
+_LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Files that belong to weights wherever they go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """The arguments of `castor export`."""
+
+    path: Path
+    """A model folder, a folder of adapters, or a run."""
+    out: Path
+    """Folder to write."""
+    layout: str = "safetensors"
+    """Format: "safetensors" or "gguf"."""
+    merge_adapter: bool = False
+    """Whether adapters are merged into the weights of their base."""
+    dtype: str | None = None
+    """Type of the weights in the folder; None: that of the source."""
+    shard_bytes: int | None = None
+    """Bytes of tensors in a safetensors file; None: 5 GB."""
+    overwrite: bool = False
+    """Whether a model in the folder is replaced."""
+    base: Path | None = None
+    """The model folder that adapters belong to; None: the one that they name."""
+    tokenizer: Path | None = None
+    """Folder of the tokenizer; None: the model's, the adapters' or the base's."""
+
+
+def write_export(asked: Export) -> str:
+    """Writes the folder of an export, which appears as a whole or not at all.
+
+    Besides the kernel's page cache, it takes memory for a few copies of the largest tensor.
+
+    Returns:
+        A line for the terminal.
+
+    Raises:
+        UsageError: The source cannot be exported in this way, or the folder holds something.
+        CheckpointError: A file of the source is damaged.
+        IoError: The disk refuses; the folder is what it was.
+    """
+    folder = find_model(asked.path)
+    out = asked.out.resolve()
+    _check_arguments(asked, folder)
+    adapters = folder if holds_adapters(folder) else None
+    if adapters is not None and not asked.merge_adapter:
+        return _write_adapters(asked, adapters, out)
+    weights_folder = find_weights(folder, asked.base)
+    _check_target(asked, out, folder, weights_folder)
+    words = load_tokenizer(
+        [folder, asked.path, weights_folder] if asked.tokenizer is None else [asked.tokenizer]
+    )
+    dtype = torch.float32 if asked.layout == "gguf" else DTYPES.get(asked.dtype or "")
+    weights = read_weights(weights_folder, adapters, dtype)
+    check_vocabulary(words, weights.model, weights_folder)
+    write = _gguf_file if asked.layout == "gguf" else _safetensors_files
+    needed, fill, summary, told = write(asked, weights, words, out.name)
+    with staged(out, needed) as staging:
+        fill(staging)
+        for pattern in _LEGAL:
+            for path in filter(Path.is_file, weights_folder.glob(pattern)):
+                shutil.copyfile(path, staging / path.name)
+        card = Card(
+            name=out.name, library="gguf" if asked.layout == "gguf" else "transformers",
+            source=asked.path, weights=weights_folder, merged=adapters, about=told,
+        )  # fmt: skip
+        size = _finish(staging, card)
+    return f"{asked.out}: {summary}, {_size(size)}"
+
+
+Plan = tuple[int, Callable[[Path], None], str, str]
+"""Bytes to write, the function that writes them, a line on them, and the card's sentence."""
+
+
+def _safetensors_files(asked: Export, weights: Weights, words: Any, name: str) -> Plan:
+    """Plans config, tokenizer, and weights in the layout of save_pretrained."""
+    model, dtype = weights.model, str(weights.dtype).removeprefix("torch.")
+    names = hub_names_of(model)
+    tensors = weights.tensors if names is None else names.in_files(weights.tensors)
+    files = model_files(tensors, asked.shard_bytes or _SHARD_BYTES, names)
+
+    def fill(staging: Path) -> None:
+        write_configs(model, staging, words)
+        config = read_json(staging / "config.json")
+        if config.get("dtype") != dtype:
+            text = json.dumps({**config, "dtype": dtype}, indent=2, sort_keys=True) + "\n"
+            (staging / "config.json").write_text(text, encoding="utf-8")
+        write_files(staging, files)
+        write_index(files, staging, names)
+
+    count = "1 file" if len(files) == 1 else f"{len(files)} files"
+    needed = bytes_of(weights.tensors) + OVERHEAD_BYTES
+    return needed, fill, f"{type(model).__name__} in {dtype}, {count}", f"safetensors in {dtype}"
+
+
+def _gguf_file(asked: Export, weights: Weights, words: Any, name: str) -> Plan:
+    """Plans a GGUF file, which holds tokenizer and chat template too."""
+    from castor.recipes.gguf_writer import GgufFile
+
+    kind = asked.dtype or str(weights.stored).removeprefix("torch.")
+    file = GgufFile(weights, words, kind=kind, name=name)
+    file_name = f"{name}-{file.kind.name}.gguf"
+    summary = f"{file_name}, {file.architecture} of {len(file.tensors)} tensors"
+    told = f"a GGUF file in {file.kind.name}"
+    return file.nbytes, lambda staging: file.write(staging / file_name), summary, told
+
+
+def _write_adapters(asked: Export, adapters: Path, out: Path) -> str:
+    """Writes a folder of adapters as PEFT does; the base stays where it is."""
+    for option, given in (("--base", asked.base), ("--max-shard-size", asked.shard_bytes)):
+        if given is not None:
+            raise UsageError(
+                f"{adapters} holds adapters, which are exported without their base: leave {option} "
+                "out, or give --merge-adapter for a whole model"
+            )
+    named = read_json(adapters / CONFIG).get("base_model_name_or_path")
+    base = Path(named) if isinstance(named, str) and Path(named).is_dir() else None
+    _check_target(asked, out, adapters, *([base] if base is not None else []))
+    words = load_tokenizer(
+        [adapters, asked.path, *([base] if base is not None else [])]
+        if asked.tokenizer is None
+        else [asked.tokenizer]
+    )
+    tensors: Tensors = mapped(read_header(adapters / WEIGHTS))
+    if asked.dtype is not None:
+        tensors = {key: _cast(one, DTYPES[asked.dtype]) for key, one in tensors.items()}
+    needed = bytes_of(tensors) + OVERHEAD_BYTES
+    with staged(out, needed) as staging:
+        write_files(staging, {WEIGHTS: tensors})
+        shutil.copyfile(adapters / CONFIG, staging / CONFIG)
+        words.save_pretrained(staging)
+        card = Card(
+            name=out.name, library="peft", source=asked.path, weights=base, adapters=adapters,
+            about="adapters of PEFT, which need the base model",
+        )  # fmt: skip
+        size = _finish(staging, card)
+    return f"{asked.out}: adapters of {base_name(named)}, {len(tensors)} tensors, {_size(size)}"
+
+
+def _cast(tensor: Any, dtype: torch.dtype) -> ComputedTensor:
+    def compute() -> torch.Tensor:
+        values: torch.Tensor = tensor.compute() if isinstance(tensor, ComputedTensor) else tensor
+        return values.to(dtype)
+
+    return ComputedTensor(dtype=dtype, shape=tuple(tensor.shape), compute=compute)
+
+
+def _finish(staging: Path, card: Card) -> int:
+    """Writes the card, makes all files durable, and returns their bytes."""
+    write_card(staging / "README.md", card)
+    size = 0
+    for path in filter(Path.is_file, staging.rglob("*")):
+        fsync_file(path)
+        size += path.stat().st_size
+    return size
+
+
+def _check_arguments(asked: Export, folder: Path) -> None:
+    """Raises UsageError for arguments that contradict each other or the source."""
+    if asked.layout not in _LAYOUTS:
+        raise UsageError(f"--format {asked.layout}: give one of {', '.join(_LAYOUTS)}")
+    known = _LAYOUTS[asked.layout]
+    if asked.dtype is not None and asked.dtype not in known:
+        raise UsageError(f"--dtype {asked.dtype}: {asked.layout} has {', '.join(known)}")
+    if asked.merge_adapter and not holds_adapters(folder):
+        raise UsageError(f"{folder} is a whole model without adapters: leave --merge-adapter out")
+    if asked.layout == "gguf" and holds_adapters(folder) and not asked.merge_adapter:
+        raise UsageError(
+            f"{folder} holds adapters, and a GGUF file holds a whole model: give --merge-adapter"
+        )
+    if asked.layout == "gguf" and asked.shard_bytes is not None:
+        raise UsageError("--max-shard-size is for safetensors: a GGUF model is one file")
+    if asked.out.suffix == ".gguf":
+        raise UsageError(
+            f"{asked.out} is to be a folder, which gets a model card too: give one without .gguf"
+        )
+
+
+def _check_target(asked: Export, out: Path, *sources: Path) -> None:
+    """Raises UsageError if the folder to write holds something that may not be replaced."""
+    for source in (asked.path.resolve(), *(one.resolve() for one in sources)):
+        if out == source or out in source.parents or source in out.parents:
+            raise UsageError(
+                f"{asked.out} and the source {source} are in one another; give another"
+            )
+    recover(out)
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not asked.overwrite:
+        raise UsageError(f"{asked.out} is there and not empty: give another folder or --overwrite")
+    models = ("config.json", CONFIG, "*.gguf")
+    if not any(next(out.glob(pattern), None) for pattern in models):
+        raise UsageError(
+            f"{asked.out} holds no model, and --overwrite replaces exported models alone: give "
+            "another folder"
+        )
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
