@@ -21,7 +21,8 @@ SCRIPTS = sorted(
 # Those that take ten seconds and more are left to `make whole`.
 LONG = (
     *("activation_peers", "activations", "adam", "beyond", "build", "builds", "checkpoints"),
-    *("compiled", "copy_engines", "generation", "hybrid", "hybrid_parallel", "io", "layouts"),
+    *("compiled", "copy_engines", "export_memory", "generation", "hybrid", "hybrid_parallel"),
+    *("io", "layouts"),
     *("logits", "nvme", "overlap", "pipelines", "sequence_parallel", "step", "sweep", "zero"),
 )
 # Of benchmarks/cpp; `make cpp` builds them.

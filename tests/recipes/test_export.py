@@ -233,7 +233,7 @@ def test_adapters_are_exported_with_a_card_of_recipe_and_scores(
     write_export(Export(path=run, out=tmp_path / "merged", merge_adapter=True))
     merged = ModelCard.load(tmp_path / "merged" / "README.md")
     assert merged.data.library_name == "transformers"
-    assert "(sft, lora), which began with base16" in merged.text
+    assert "(sft, lora), which began with `base16`" in merged.text
     assert (tmp_path / "merged" / "LICENSE").read_text() == "The license."
 
     (run / "results.json").write_text("[]")

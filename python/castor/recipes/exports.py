@@ -218,7 +218,7 @@ def _check_target(asked: Export, out: Path, *sources: Path) -> None:
     for source in (asked.path.resolve(), *(one.resolve() for one in sources)):
         if out == source or out in source.parents or source in out.parents:
             raise UsageError(
-                f"{asked.out} and the source {source} are in one another; give another"
+                f"{asked.out} and the source {source} are in one another: give another folder"
             )
     recover(out)
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from castor.errors import UsageError
 from castor.recipes.models import read_json
 
-_LIBRARIES = ("castor-torch", "torch", "transformers", "peft", "gguf")
+_LIBRARIES = ("castor-torch", "torch", "transformers")
 _IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)$")
 _USE = {
     "transformers": 'model = AutoModelForCausalLM.from_pretrained("{name}")',
@@ -80,11 +80,7 @@ def write_card(path: Path, card: Card) -> None:
         base_model=base if base is not None and "/" in base else None,
         license=_license(card),
         pipeline_tag="text-generation",
-        tags=[
-            "castor",
-            *([method["name"]] if method else []),
-            *(["lora"] if card.adapters else []),
-        ],
+        tags=["castor", *([method["name"]] if method else [])],
         model_name=card.name if scores else None,
         eval_results=[
             EvalResult(
@@ -108,7 +104,7 @@ def _body(
     method = (recipe or {}).get("method", {})
     made = f"`castor train` ({method['name']}, {method['adapter']})" if method else "training"
     yield f"# {card.name}\n"
-    origin = f"The result of {made}" + (f", which began with {base}" if base is not None else "")
+    origin = f"The result of {made}" + (f", which began with `{base}`" if base is not None else "")
     yield f"{origin if method or card.merged or card.adapters else 'A model'}: {card.about}.\n"
     if card.merged is not None and method.get("adapter") == "qlora":
         yield (
@@ -118,7 +114,8 @@ def _body(
     shell = card.library == "gguf"
     yield f"```{'sh' if shell else 'python'}\n{_USE[card.library].format(name=card.name)}\n```\n"
     if scores:
-        yield "## Scores\n\n| task | metric | value | standard error |\n|---|---|---|---|"
+        yield "## Scores\n\nMeasured before the export.\n"
+        yield "| task | metric | value | standard error |\n|---|---|---|---|"
         for one in scores:
             error = "" if one.error is None else f"{one.error:.4f}"
             yield f"| {one.task} | {one.metric} | {one.value:.4f} | {error} |"
@@ -127,12 +124,18 @@ def _body(
         text = yaml.safe_dump(_without_folders(recipe), sort_keys=False, allow_unicode=True)
         yield f"## Recipe\n\nPaths are without their folders.\n\n```yaml\n{text}```\n"
     yield "## Versions\n\n| library | version |\n|---|---|"
-    for name in _LIBRARIES:
+    for name in (*_LIBRARIES, *_more(card)):
         try:
             yield f"| {name} | {version(name)} |"
         except PackageNotFoundError:
             continue
     yield ""
+
+
+def _more(card: Card) -> list[str]:
+    """Returns the libraries that made a folder besides those of all folders."""
+    adapted = card.adapters is not None or card.merged is not None
+    return [*(["peft"] if adapted else []), *(["gguf"] if card.library == "gguf" else [])]
 
 
 def _recipe(source: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +57,13 @@ def read_weights(folder: Path, adapters: Path | None, dtype: torch.dtype | None)
     else:
         wider = torch.promote_types(stored, wanted)
         model = model if wider == stored else load_weights(folder, wider)
-        model, layer_of = _without_adapters(with_adapters(model, adapters, folder), adapters)
+        with warnings.catch_warnings():
+            # Copies of tied layers are untied here, and adapters of tied weights are an error.
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+            # PEFT 0.21 asks transformers 5.24 by the old name.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
+            adapted = with_adapters(model, adapters, folder)
+        model, layer_of = _without_adapters(adapted, adapters)
     state = model.state_dict(keep_vars=True)
     kept = kept_keys(model, {key: id(tensor) for key, tensor in state.items()})
     return Weights(
