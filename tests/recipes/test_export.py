@@ -236,6 +236,10 @@ def test_adapters_are_exported_with_a_card_of_recipe_and_scores(
     assert "(sft, lora), which began with `base16`" in merged.text
     assert (tmp_path / "merged" / "LICENSE").read_text() == "The license."
 
+    (tmp_path / "recipe.yaml").write_text("method: {name: dpo, adapter: full}\n")
+    write_export(Export(path=tmp_path / "merged", out=tmp_path / "again"))
+    assert "dpo" not in (tmp_path / "again" / "README.md").read_text()
+
     (run / "results.json").write_text("[]")
     with pytest.raises(UsageError, match=r"results\.json is no results file of castor evaluate"):
         write_export(Export(path=run, out=tmp_path / "other"))
@@ -248,6 +252,8 @@ def test_adapters_are_exported_with_a_card_of_recipe_and_scores(
         ("/cache/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2", "Qwen/Qwen3-0.6B"),
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
         ("/data/me/model", "model"),
+        ("../models/model", "model"),
+        ("gpt2", "gpt2"),
     ],
 )
 def test_a_base_model_has_its_name_on_the_hub(path: str, name: str) -> None:

@@ -171,7 +171,8 @@ def _write_adapters(asked: Export, adapters: Path, out: Path) -> str:
             about="adapters of PEFT, which need the base model",
         )  # fmt: skip
         size = _finish(staging, card)
-    return f"{asked.out}: adapters of {base_name(named)}, {len(tensors)} tensors, {_size(size)}"
+    of = "" if named is None else f" of {base_name(named)}"
+    return f"{asked.out}: adapters{of}, {len(tensors)} tensors, {_size(size)}"
 
 
 def _cast(tensor: Any, dtype: torch.dtype) -> ComputedTensor:

@@ -18,6 +18,8 @@ from castor.recipes.models import read_json
 
 _LIBRARIES = ("castor-torch", "torch", "transformers")
 _IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)$")
+_ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
+_CHECKPOINT = re.compile(r"(checkpoint|step)-\d+")
 _USE = {
     "transformers": 'model = AutoModelForCausalLM.from_pretrained("{name}")',
     "peft": 'model = AutoPeftModelForCausalLM.from_pretrained("{name}")',
@@ -62,7 +64,8 @@ def base_name(path: object) -> str:
     for part in (Path(text), *Path(text).parents):
         if found := _IN_CACHE.search(part.name):
             return f"{found[1]}/{found[2]}"
-    return Path(text).name if Path(text).is_absolute() or Path(text).is_dir() else text
+    on_hub = _ON_HUB.fullmatch(text) is not None and not Path(text).is_dir()
+    return text if on_hub else Path(text).name
 
 
 def write_card(path: Path, card: Card) -> None:
@@ -140,14 +143,16 @@ def _more(card: Card) -> list[str]:
 
 def _recipe(source: Path) -> dict[str, Any] | None:
     """Returns the recipe of a run, given the run or one of its checkpoints; None: there is none."""
-    for folder in (source, source.resolve().parent):
+    inside = _CHECKPOINT.fullmatch(source.resolve().name) is not None
+    for folder in (source, *([source.resolve().parent] if inside else [])):
         file = folder / "recipe.yaml"
         if file.is_file():
             try:
                 found = yaml.safe_load(file.read_text(encoding="utf-8"))
             except (yaml.YAMLError, UnicodeDecodeError) as error:
                 raise UsageError(f"{file} is no YAML; restore it or move it away") from error
-            if not isinstance(found, dict) or not isinstance(found.get("method"), dict):
+            method = found.get("method") if isinstance(found, dict) else None
+            if not isinstance(method, dict) or not {"name", "adapter"} <= method.keys():
                 raise UsageError(f"{file} is no recipe of castor train; move it away")
             return found
     return None
@@ -166,7 +171,9 @@ def _base(card: Card, recipe: dict[str, Any] | None) -> str | None:
     """Returns the name of the model that training began with; None: it is not known."""
     adapters = card.adapters or card.merged
     if adapters is not None:
-        return base_name(read_json(adapters / "adapter_config.json")["base_model_name_or_path"])
+        named = read_json(adapters / "adapter_config.json").get("base_model_name_or_path")
+        path = named or card.weights
+        return None if path is None else base_name(path)
     model = (recipe or {}).get("model", {})
     return base_name(model["path"]) if "path" in model else None
 
@@ -193,7 +200,7 @@ def read_scores(folder: Path) -> list[Score]:
     files = [
         path
         for path in folder.rglob("results*.json")
-        if not re.match(r"(checkpoint|step)-\d", path.relative_to(folder).parts[0])
+        if not _CHECKPOINT.fullmatch(path.relative_to(folder).parts[0])
     ]
     tasks: dict[str, dict[str, Any]] = {}
     for path in sorted(files, key=lambda one: (one.stat().st_mtime, one.name)):
