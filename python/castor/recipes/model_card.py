@@ -148,13 +148,14 @@ def _recipe(source: Path) -> dict[str, Any] | None:
         file = folder / "recipe.yaml"
         if file.is_file():
             try:
-                found = yaml.safe_load(file.read_text(encoding="utf-8"))
+                found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
             except (yaml.YAMLError, UnicodeDecodeError) as error:
                 raise UsageError(f"{file} is no YAML; restore it or move it away") from error
             method = found.get("method") if isinstance(found, dict) else None
             if not isinstance(method, dict) or not {"name", "adapter"} <= method.keys():
                 raise UsageError(f"{file} is no recipe of castor train; move it away")
-            return found
+            recipe: dict[str, Any] = found
+            return recipe
     return None
 
 
