@@ -6,10 +6,13 @@ import runpy
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 
+import peft
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import castor
@@ -385,6 +388,25 @@ def test_from_pretrained_initialises_what_the_checkpoint_lacks(tmp_path):
     eager = hf.GPT2ForSequenceClassification.from_pretrained(tmp_path, num_labels=3, pad_token_id=0)
     boost(lazy)
     assert_same_state(lazy, eager)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_and_load_file_read_into_the_chunks_as_well(tmp_path):
+    """Without the warning of LazyInitContext that it computes all at once."""
+    case = CASES["llama"]
+    peft.get_peft_model(
+        case.build(), peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    ).save_pretrained(tmp_path / "adapter")
+    save_file(case.build().state_dict(), tmp_path / "base.safetensors")
+    made = []
+    for lazy in (True, False):
+        with LazyInitContext() if lazy else nullcontext():
+            model = case.build()
+            model.load_state_dict(load_file(tmp_path / "base.safetensors"))
+            made.append(peft.PeftModel.from_pretrained(model, tmp_path / "adapter"))
+    assert all(isinstance(param, LazyTensor) for param in made[0].parameters())
+    booster = Booster(GeminiPlugin(device="cpu", device_memory="64MiB"))
+    assert_same_state(booster.boost(made[0])[0], made[1])
 
 
 def test_a_file_truncated_before_boost_is_an_error(tmp_path):

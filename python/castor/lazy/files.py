@@ -35,11 +35,16 @@ DTYPES = {
 """Types of the safetensors format."""
 
 
+_LOADERS = ("peft", "safetensors", "transformers")
+"""Packages whose files are lazy. Others may need the values at once."""
+
+
 @contextmanager
 def lazy_files(recording: Recording) -> Iterator[None]:
-    """Inside, from_pretrained of transformers gets lazy tensors from safetensors files.
+    """Inside, tensors that loaders read from safetensors files are lazy.
 
-    Its renaming, fusing and casting of tensors are then recorded like initialisers.
+    Loaders are from_pretrained of transformers and PEFT, and safetensors' own load_file. Their
+    renaming, fusing and casting of tensors are then recorded like initialisers.
     """
     safe_open = safetensors.safe_open
 
@@ -49,8 +54,8 @@ def lazy_files(recording: Recording) -> Iterator[None]:
         file = safe_open(filename, framework=framework, device=device, **options)
         on_cpu = framework in ("pt", "torch") and torch.device(device).type == "cpu"
         caller = str(sys._getframe(1).f_globals.get("__name__"))
-        of_transformers = caller.partition(".")[0] == "transformers"
-        return LazyFile(recording, file) if on_cpu and of_transformers else file
+        of_loader = caller.partition(".")[0] in _LOADERS
+        return LazyFile(recording, file) if on_cpu and of_loader else file
 
     _replace(safe_open, open_lazily)
     try:
@@ -96,6 +101,11 @@ class LazyFile:
         """A tensor, to be read."""
         whole: torch.Tensor = self.get_slice(key)[...]
         return whole
+
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, to be read."""
+        return {key: self.get_tensor(key) for key in self._file.keys()}  # noqa: SIM118
 
 
 class LazySlice:
