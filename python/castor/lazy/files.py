@@ -102,7 +102,6 @@ class LazyFile:
         whole: torch.Tensor = self.get_slice(key)[...]
         return whole
 
-
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, to be read."""
         return {key: self.get_tensor(key) for key in self._file.keys()}  # noqa: SIM118
