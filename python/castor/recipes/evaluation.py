@@ -64,7 +64,6 @@ class Questions:
         if not self.tasks:
             raise UsageError("--tasks names no task; give some, such as --tasks boolq,gsm8k")
         limit = self.limit
-        # lm-eval takes 0 for no limit at all.
         if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
             raise UsageError(f"--limit is {limit:g}; give a number of documents or a share below 1")
 
