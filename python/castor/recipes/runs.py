@@ -6,6 +6,8 @@ from pathlib import Path
 
 RECIPE = "recipe.yaml"
 """File of a run's folder: the resolved recipe, with the versions of the libraries."""
+LOG = "log.jsonl"
+"""File of a run's folder: an entry of JSON for each step that was logged."""
 EVALUATIONS = "evaluations"
 """Folder in a run's folder: results of lm-eval's tasks."""
 

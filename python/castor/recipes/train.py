@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +22,7 @@ from castor.model_files import find_config
 from castor.recipes import require
 from castor.recipes.data import IGNORED
 from castor.recipes.recipe import OF_PAIRS, Recipe, dump, load
-from castor.recipes.runs import EVALUATIONS, RECIPE, checkpoints
+from castor.recipes.runs import EVALUATIONS, LOG, RECIPE, checkpoints
 
 if TYPE_CHECKING:
     from castor.recipes.data.prepare import Prepared
@@ -478,6 +479,7 @@ def fit(recipe: Recipe) -> bool:
     stop = _stopper()
     trainer.add_callback(stop)
     run = Path(recipe.output.dir)
+    trainer.add_callback(_logger(run / LOG))
     resumed = last_checkpoint(run)
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
     if stop.asked and trainer.state.global_step < trainer.state.max_steps:
@@ -655,6 +657,38 @@ def _stopper() -> Any:
             self.asked = True
 
     return Stopper()
+
+
+def _logger(file: Path) -> Any:
+    """Returns a callback that appends each entry of the Trainer's log to a file, as JSON lines.
+
+    An entry has the step, the Trainer's figures, and castor's of the last step: tokens per second,
+    and bytes on the device (the step's peak), the host and NVMe. A run that goes on from a
+    checkpoint repeats the steps behind it: the last entry of a step counts.
+    """
+    from transformers import TrainerCallback
+
+    from castor.runtime.boosted_model import all_boosted
+    from castor.runtime.engine import Engine
+
+    class Logger(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if not state.is_world_process_zero:
+                return
+            entry = {"step": state.global_step, "of_steps": state.max_steps, "time": time.time()}
+            trained = (one for one in all_boosted() if isinstance(one, Engine) and one.num_steps)
+            engine = next(trained, None)
+            if engine is not None and engine.history.records:
+                record, report = engine.history.records[-1], engine.report()
+                entry["device_bytes"] = record.peak_device_bytes
+                entry["host_bytes"] = report.host_bytes
+                entry["nvme_bytes"] = report.nvme_bytes
+                if record.tokens and record.seconds:
+                    entry["tokens_per_second"] = record.tokens / record.seconds
+            with file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({**entry, **given["logs"]}) + "\n")
+
+    return Logger()
 
 
 def main() -> None:
