@@ -101,7 +101,8 @@ OWNED_IMPORTS = {
     **{
         name: frozenset({"recipes"})
         for name in (
-            *("datasets", "fastapi", "gguf", "lm_eval", "pyarrow", "pydantic", "trl", "uvicorn"),
+            *("datasets", "fastapi", "gguf", "gradio", "lm_eval", "pandas", "pyarrow", "pydantic"),
+            *("trl", "uvicorn"),
         )
     },
 }

@@ -29,6 +29,7 @@ class Chromium:
     Attributes:
         problems: What the page wrote to the console as errors or warnings, and uncaught exceptions.
         requests: Addresses that the page asked for.
+        page: Playwright's page, for what has no method here.
     """
 
     def __init__(self, executable: str) -> None:
@@ -36,11 +37,11 @@ class Chromium:
         self.requests: list[str] = []
         self._playwright = sync_playwright().start()
         self._browser = self._playwright.chromium.launch(executable_path=executable)
-        self._page = self._browser.new_page(device_scale_factor=1)
-        self._page.set_default_timeout(TIMEOUT_MS)
-        self._page.on("console", self._note)
-        self._page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self._page.on("request", lambda request: self.requests.append(request.url))
+        self.page = self._browser.new_page(device_scale_factor=1)
+        self.page.set_default_timeout(TIMEOUT_MS)
+        self.page.on("console", self._note)
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
 
     def __enter__(self) -> Chromium:
         return self
@@ -53,17 +54,17 @@ class Chromium:
         if message.type in ("error", "warning"):
             self.problems.append(message.text)
 
-    def open(self, page: Path, *, width: int, height: int, dark: bool = False) -> None:
-        """Loads a file into a viewport of the given size, in CSS pixels, and waits until it did."""
+    def open(self, page: Path | str, *, width: int, height: int, dark: bool = False) -> None:
+        """Loads a file or an address into a viewport of the given size, in CSS pixels."""
         self.problems.clear()
         self.requests.clear()
-        self._page.set_viewport_size({"width": width, "height": height})
-        self._page.emulate_media(color_scheme="dark" if dark else "light")
-        self._page.goto(page.resolve().as_uri())
+        self.page.set_viewport_size({"width": width, "height": height})
+        self.page.emulate_media(color_scheme="dark" if dark else "light")
+        self.page.goto(page if isinstance(page, str) else page.resolve().as_uri())
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, or of the promise that it is."""
-        return self._page.evaluate(expression)
+        return self.page.evaluate(expression)
 
     def settle(self) -> None:
         """Waits for two frames: what a scroll or a click set off has happened then."""
@@ -73,13 +74,13 @@ class Chromium:
 
     def move_mouse(self, x: float, y: float) -> None:
         """To a place in the viewport, in CSS pixels."""
-        self._page.mouse.move(x, y)
+        self.page.mouse.move(x, y)
 
     def press(self, key: str) -> None:
         """Presses and releases a key, by its DOM name."""
-        self._page.keyboard.press(key)
+        self.page.keyboard.press(key)
 
     def screenshot(self, path: Path) -> None:
         """Writes the whole page as PNG with a palette of 256 colours: in few bytes."""
-        shot = Image.open(io.BytesIO(self._page.screenshot(full_page=True))).convert("RGB")
+        shot = Image.open(io.BytesIO(self.page.screenshot(full_page=True))).convert("RGB")
         shot.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)

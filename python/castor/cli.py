@@ -23,6 +23,7 @@ from castor.recipes.data.show import data_app
 from castor.recipes.evaluate import evaluate
 from castor.recipes.export import export
 from castor.recipes.serve import serve
+from castor.recipes.studio import studio
 
 app = typer.Typer(
     name="castor",
@@ -207,8 +208,8 @@ def train(
 
 
 app.add_typer(data_app)
-for _uses in (evaluate, chat, serve, export):
-    app.command()(_uses)
+for _uses_model in (evaluate, chat, serve, export, studio):
+    app.command()(_uses_model)
 
 
 @app.command()
