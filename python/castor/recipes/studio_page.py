@@ -54,9 +54,13 @@ def make_app(workspace: Workspace, has: Sequence[str], upload_bytes: int) -> fas
         upload_bytes: Largest size of an uploaded file.
     """
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    blocks = _Page(workspace, has).blocks
+    # gradio 6.31 checks that files of a request were uploaded only where this is set, which
+    # launch() does and mount_gradio_app() does not: any path would be read.
+    blocks.has_launched = True
     gr.mount_gradio_app(
         app,
-        _Page(workspace, has).blocks,
+        blocks,
         path="/",
         footer_links=[],
         run_history=False,
