@@ -60,9 +60,9 @@ def studio(home: Path) -> Iterator[str]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         try:
-            said = process.stderr.readline()
+            said = next(line for line in process.stderr if "token" in line)
             found = re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", said)
-            assert found, said + process.stderr.read()
+            assert found
             threading.Thread(target=process.stderr.read, daemon=True).start()
             yield found[0]
         finally:
