@@ -240,12 +240,11 @@ void Runtime::throw_out_of_memory(std::size_t bytes, const std::string& where) c
       bytes, where + ": chunks in use take " + format_bytes(in_use) +
                  " and activations and temporaries " + format_bytes(activations) +
                  "; the smallest budget that gets past this point is " + format_bytes(smallest) +
-                 ": raise device_memory to that or more" +
                  (mode_ == PassMode::kInference
-                      ? ", or make the batch smaller"
-                      : ", make the batch smaller, recompute activations (activations='auto'), or "
-                        "run MLPs of long sequences in tiles too "
-                        "(activations='recompute+tile:4')"));
+                      ? ": raise device_memory to that or more, or make the batch smaller"
+                      : ": raise device_memory to that or more, make the batch smaller, recompute "
+                        "activations (activations='auto'), or run MLPs of long sequences in tiles "
+                        "too (activations='recompute+tile:4')"));
 }
 
 }  // namespace castor

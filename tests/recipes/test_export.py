@@ -504,7 +504,7 @@ def test_models_that_do_not_belong_together_are_refused(
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     quantised = shutil.copytree(base, tmp_path / "quantised")
     (quantised / "config.json").write_text(json.dumps(config))
-    told = "quantised by bitsandbytes, which castor chat, serve and export do not load"
+    told = "quantised by bitsandbytes, which castor evaluate, chat, serve and export do not load"
     refused(told, adapters, out, merge_adapter=True, base=quantised)
 
 
