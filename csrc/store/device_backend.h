@@ -1,8 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -128,10 +128,10 @@ class DeviceBackend {
   /// the caller may hold the runtime's mutex. For rare copies: users' edits of weights,
   /// checkpoints.
   virtual void copy_from_device(std::span<const std::byte> source, std::byte* target) {
-    std::memcpy(target, source.data(), source.size());
+    std::copy(source.begin(), source.end(), target);  // no bytes may have no address
   }
   virtual void copy_to_device(std::span<const std::byte> source, std::byte* target) {
-    std::memcpy(target, source.data(), source.size());
+    std::copy(source.begin(), source.end(), target);  // no bytes may have no address
   }
 
   [[nodiscard]] virtual std::unique_ptr<ComputeFence> fence(StreamId /*stream*/) {
