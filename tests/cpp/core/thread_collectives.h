@@ -19,11 +19,19 @@
 namespace castor {
 
 /// The ranks of a test: threads of one process, each with a Collectives of its own. Every call is
-/// delayed by a random time.
+/// delayed by a random time, up to `longest_delay`.
 class ThreadRanks {
  public:
-  explicit ThreadRanks(std::size_t size, unsigned seed = 0)
-      : size_(size), seed_(seed), sent_(size), present_(size), places_(size) {}
+  static constexpr std::chrono::microseconds kLongestDelay{200};
+
+  explicit ThreadRanks(std::size_t size, unsigned seed = 0,
+                       std::chrono::microseconds longest_delay = kLongestDelay)
+      : size_(size),
+        seed_(seed),
+        longest_delay_(longest_delay),
+        sent_(size),
+        present_(size),
+        places_(size) {}
 
   /// Runs `work` on every rank. What a rank throws ends it alone: see failures().
   void run(const std::function<void(Collectives&)>& work) {
@@ -112,7 +120,9 @@ class ThreadRanks {
 
     template <typename Take>
     void exchange(std::span<const std::byte> own, const Take& take) {
-      std::this_thread::sleep_for(std::chrono::microseconds(random_() % 200));
+      if (const auto most = static_cast<unsigned>(ranks_.longest_delay_.count()); most > 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(random_() % most));
+      }
       ranks_.sent_[rank_].assign(own.begin(), own.end());
       meet();
       for (std::size_t rank = 0; rank < size(); ++rank) {
@@ -135,6 +145,7 @@ class ThreadRanks {
 
   const std::size_t size_;
   const unsigned seed_;
+  const std::chrono::microseconds longest_delay_;
   std::vector<std::vector<std::byte>> sent_;
   Mutex mutex_;  // a rank may leave() in one thread while another of its threads waits
   std::condition_variable met_;
