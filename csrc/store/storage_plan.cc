@@ -97,17 +97,22 @@ class HostFiller {
     }
   }
 
-  // With as many pages as the rest has left of the budget.
+  // With as many pages as the rest has left of the budget. Without any, there is no window either.
   void fill_with_activations() {
     NvmeContent& activations = places_.nvme[StoragePlan::kActivations];
     if (activations.num_slots == 0) {
       return;
     }
+    const std::size_t window = activations.window_bytes();
     activations.chunks.clear();
     const std::uint64_t budget = options_.nvme->budget_bytes;
     const std::uint64_t left = budget - std::min(budget, places_.nvme_bytes());
     for (std::size_t i = 0; i < left / ActivationPages::kPageBytes; ++i) {
       activations.chunks.push_back({page(i)});
+    }
+    if (activations.chunks.empty()) {
+      activations.num_slots = 0;
+      places_.host_bytes -= window;
     }
   }
 
