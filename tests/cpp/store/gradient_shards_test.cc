@@ -316,6 +316,7 @@ TEST_F(GradientShardsTest, AReaderWaitsForAReductionAndSeesItsMean) {
   gradients_.reduce(chunk_id(0), [&](std::span<const std::byte>, std::span<std::byte> shard) {
     reader = std::thread([&] {
       reading = true;
+      reading.notify_one();
       EXPECT_EQ(first_.read(chunk_id(0)), mean(90));
     });
     reading.wait(false);
