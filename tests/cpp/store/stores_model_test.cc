@@ -16,8 +16,8 @@
 //     another optimizer updates;
 //   - threads of the executor.
 // Operations:
-//   - gradients written, as means or into copies that stay; updates of one chunk after another, or
-//     of all together, with different options for each parameter;
+//   - gradients written, as means or into copies that stay; updates of one chunk after another, on
+//     one thread or two, or of all together, with different options for each parameter;
 //   - loads of weights and states; states on NVMe discarded; weights edited through an address;
 //   - a snapshot of weights and states that a thread reads while updates go on, from copies for
 //     which there is room, and in place;
@@ -230,6 +230,8 @@ class RankCase {
     }
     meet_all();
     EXPECT_FALSE(store_.states->torn());
+    const std::size_t copies = store_.gradient_shards ? store_.gradient_shards->copy_bytes() : 0;
+    EXPECT_EQ(store_.host->ledger().used(), in_use_ + copies);
   }
 
  private:
@@ -367,10 +369,18 @@ class RankCase {
       std::swap(order[i - 1], order[random_.below(i)]);
     }
     store_.states->announce(order);
-    for (const ChunkId chunk : order) {
-      if (!updates[index(chunk)].empty()) {
-        store_.update(chunk, updates[index(chunk)]);
+    const auto update_from = [&](std::size_t first, std::size_t stride) {
+      for (std::size_t i = first; i < order.size(); i += stride) {
+        if (!updates[index(order[i])].empty()) {
+          store_.update(order[i], updates[index(order[i])]);
+        }
       }
+    };
+    if (alone() && random_.one_in(2)) {
+      const std::jthread half([&] { update_from(1, 2); });
+      update_from(0, 2);
+    } else {
+      update_from(0, 1);
     }
     finish_updates();
   }
@@ -600,6 +610,7 @@ class RankCase {
   std::vector<Model> models_;
   std::vector<std::uint64_t> streams_;
   std::vector<Pending> pending_;
+  const std::size_t in_use_ = store_.host->ledger().used();
   InlineExecutor inline_executor_;
   std::thread reader_;
 };
