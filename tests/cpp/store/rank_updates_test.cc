@@ -210,6 +210,29 @@ TEST(ShardedUpdatesTest, ASnapshotReadsTheShardInPlaceWhileAnUpdateWaits) {
   EXPECT_EQ(failures, Strings(2));
 }
 
+TEST(SharedUpdatesTest, ALoadOfWholePagesIsInTheMemoryThatRanksShare) {
+  constexpr std::size_t kPages = 4;
+  constexpr std::size_t kBytes = kPages * 4096;
+  ThreadRanks ranks(2, 0, std::chrono::microseconds(0));
+  ranks.run([](Collectives& rank) {
+    TestStore store(SmallModel::row(1, kBytes / 4).layout(kBytes, nullptr, 2),
+                    {.shares_host_storage = true, .ranks = groups_of(rank)});
+    Bytes values(kBytes);
+    for (std::size_t i = 0; i < kBytes; ++i) {
+      values[i] = static_cast<std::byte>(i / 64);
+    }
+    meet(rank);
+    store.write_weights(param_id(0), values);
+    meet(rank);
+    EXPECT_EQ(store.read_weights(param_id(0)), values);
+    const std::byte* const common =
+        store.shared->weights().storage->common(store.states->weights(chunk_id(0)).host_storage());
+    EXPECT_TRUE(std::equal(values.begin(), values.end(), common));
+    meet(rank);
+  });
+  EXPECT_EQ(ranks.failures(), Strings(2));
+}
+
 TEST(GatheredUpdatesTest, ShardsOfOtherRanksAreTheBytesThatAreSent) {
   const Strings failures = run(
       {},
