@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -297,18 +298,26 @@ TEST_F(ChunkUpdatesTest, AnUpdateWaitsForAReaderThatReadsInPlace) {
   EXPECT_TRUE(updated(0));
 }
 
-TEST_F(ChunkUpdatesTest, ChunksInMemoryAreUpdatedBeforeTheUpdateWaitsForAReader) {
+TEST_F(ChunkUpdatesTest, ChunksBeforeTheOneThatIsReadAreUpdatedMeanwhile) {
+  make({.placements = {Placement::kDevice, Placement::kStream, Placement::kStream},
+        .device = Computes::kByItself});
   store_->reads.begin();
   store_->reads.end(chunk_id(0));
   store_->reads.end(chunk_id(2));
   std::size_t num_begun = 0;
   std::thread updating([&] { updates().run_all(all(), num_begun); });
-  // The reader looks at chunk 1 for as long as it takes the others to be updated.
+  // The reader looks at chunk 1 until chunk 0 has been updated.
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (store_->backend->updates().empty() && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(store_->backend->updates().size(), 1U);
+  EXPECT_FALSE(updated(1));
   store_->reads.end(chunk_id(1));
   updating.join();
   EXPECT_EQ(num_begun, kChunks);
-  EXPECT_TRUE(updated(0));
   EXPECT_TRUE(updated(1));
+  EXPECT_TRUE(updated(2));
 }
 
 TEST_F(ChunkUpdatesTest, ThreadsUpdateChunksOfTheirOwn) {

@@ -499,6 +499,61 @@ TEST_F(StatesOnNvmeTest, ThreadsWorkOnChunksOfTheirOwn) {
   }
 }
 
+TEST_F(StatesOnNvmeTest, AnUpdateHasWeightsAndStatesWhereverTheyAre) {
+  for (const bool states : {false, true}) {
+    for (const bool weights : {false, true}) {
+      const auto store = make({.states_on_nvme = std::vector<bool>(kChunks, states),
+                               .weights_on_nvme = std::vector<bool>(kChunks, weights),
+                               .state_slots = 1,
+                               .directory = directory_.string()});
+      for (std::size_t i = 0; i < kChunks; ++i) {
+        store->states->with_all(chunk_id(i), [&](const ChunkMemory& memory) {
+          for (const PayloadKind kind : {PayloadKind::kParam, kExpAvg, kExpAvgSq}) {
+            std::fill_n(at(memory, kind), kChunk, static_cast<std::byte>(i + 1));
+          }
+          EXPECT_NE(at(memory, PayloadKind::kGrad), nullptr);
+          EXPECT_EQ(at(memory, kMasterPayload), nullptr);
+        });
+      }
+      for (std::size_t i = 0; i < kChunks; ++i) {
+        const Bytes expected(kChunk, static_cast<std::byte>(i + 1));
+        EXPECT_TRUE(store->read_weights(param_id(i)) == expected);
+        EXPECT_TRUE(store->read_state(param_id(i), kExpAvg) == expected);
+        EXPECT_TRUE(store->read_state(param_id(i), kExpAvgSq) == expected);
+      }
+    }
+  }
+}
+
+TEST_F(StatesOnNvmeTest, AFailedWriteOfUpdatedWeightsTearsThemAndNotTheStates) {
+  std::unique_ptr<TestStore> store;
+  {
+    const ScopedFaults faults("write:1+:EIO");
+    store = make(
+        {.weights_on_nvme = std::vector<bool>(kChunks, true), .directory = directory_.string()});
+  }
+  store->states->with_all(chunk_id(0), [](const ChunkMemory&) {});
+  EXPECT_THROW(store->nvme->stream(StoragePlan::kWeights)->flush(), IoError);
+  EXPECT_TRUE(store->weights->torn());
+  EXPECT_FALSE(store->states->torn());
+  expect_thrown<UsageError>([&] { static_cast<void>(store->read_weights(param_id(0))); },
+                            "parameters of chunk 0");
+}
+
+TEST_F(StatesOnNvmeTest, AnUpdateThatIsRefusedAWindowBufferPinsNone) {
+  const auto store = make({.states_on_nvme = std::vector<bool>(kChunks, true),
+                           .weights_on_nvme = std::vector<bool>(kChunks, true),
+                           .state_slots = 1,
+                           .directory = directory_.string()});
+  store->states->with_states(chunk_id(1), StreamAccess::kRead, [&](const ChunkMemory&) {
+    expect_out_of_memory(
+        [&] { store->states->with_all(chunk_id(0), [](const ChunkMemory&) { ADD_FAILURE(); }); },
+        TierKind::kHost, 2 * kChunk, 0, 2 * kChunk);
+  });
+  const WeightUse most[] = {{.part = 0}, {.part = 1}, {.part = 2}, {.part = 3}, {.part = 4}};
+  EXPECT_NE(store->weights->visit(most), nullptr);  // all five are free
+}
+
 class StatesOnDeviceTest : public ::testing::Test {
  protected:
   const TestStore store_{SmallModel::row(1, 16).layout(64),
