@@ -75,7 +75,7 @@ class ChunkUpdatesTest : public ::testing::Test {
   [[nodiscard]] float weight(std::size_t param) const {
     return first_of(store_->read_weights(param_id(param)));
   }
-  /// Whether a first step has been taken.
+  /// Returns whether a first step has been taken.
   [[nodiscard]] bool updated(std::size_t param) const {
     const float value = weight(param);
     EXPECT_TRUE(value == 0.0F || std::abs(value + kRate) < 1e-4) << value;

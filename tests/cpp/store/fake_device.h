@@ -22,7 +22,7 @@
 // host's.
 namespace castor::testing {
 
-/// Whether a FakeDevice has kernels, as a GPU has, or leaves its work to the host.
+/// Place where a FakeDevice computes: in kernels of its own, as a GPU does, or on the host.
 enum class Computes { kOnHost, kByItself };
 
 /// Copies on the calling thread, before submit() returns.

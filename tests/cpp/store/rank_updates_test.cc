@@ -38,7 +38,7 @@ Bytes floats(float value) {
   return bytes;
 }
 
-/// Whether every element is a first step away from 0.
+/// Returns whether every element is a first step away from 0.
 bool updated(const Bytes& values) {
   float value = 0;
   std::memcpy(&value, values.data(), 4);

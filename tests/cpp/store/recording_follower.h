@@ -17,7 +17,7 @@ class RecordingFollower final : public AddressFollower {
     told.address = address;
     ++told.count;
   }
-  /// nullptr: nowhere.
+  /// Returns where the payload is; nullptr: nowhere.
   [[nodiscard]] std::byte* address(ChunkId chunk) const {
     const std::lock_guard lock(mutex_);
     return chunks_[chunk].address;

@@ -114,7 +114,7 @@ TEST_F(ShardedHostStorageTest, CopiesOfTheWeightsAreKeptBesideEachOther) {
     EXPECT_EQ(storage.shard_bytes(), kChunks * kChunk / 4 * 2);
     EXPECT_EQ(storage.shards()->kept_ranks(),
               (std::vector<std::size_t>{rank.rank() % 2, rank.rank() % 2 + 2}));
-    // Of gradients there is one copy.
+    // There is one copy of the gradients.
     EXPECT_EQ(maker.host.ledger().used(), storage.shard_bytes() + kChunks * kChunk / 4 + kWindow);
   });
 }

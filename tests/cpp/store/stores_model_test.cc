@@ -173,7 +173,7 @@ struct Case {
   std::size_t copies = 1;
 };
 
-/// Whether ranks can shard gradients, or weights: chunks of the layout have some.
+/// Returns whether the layout has something for the ranks to shard.
 bool can_run(const ChunkLayout& layout, Weights weights) {
   return weights != Weights::kShardedGradients ||
          std::any_of(layout.chunks().begin(), layout.chunks().end(),
@@ -253,7 +253,7 @@ class RankCase {
   }
   [[nodiscard]] bool alone() const { return ranks_ == nullptr; }
 
-  // What ranks do before one of them may change weights or means.
+  /// Waits for all ranks, so that none reads weights or means that another is about to change.
   void meet_all() {
     if (case_.weights == Weights::kSharded) {
       store_.weights->await_reads();

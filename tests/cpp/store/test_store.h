@@ -317,7 +317,8 @@ struct TestStore {
     }
     binder.param_store(std::move(absent));
   }
-  // What is in memory: contents of new memory are unspecified. Payloads on NVMe are zeros.
+  /// Makes zeros of all payloads in memory, whose contents are unspecified. Those on NVMe are
+  /// zeros.
   void clear() const {
     for (const ChunkId chunk : chunks()) {
       for (std::size_t kind = 0; kind < kNumPayloadKinds; ++kind) {
