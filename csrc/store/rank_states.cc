@@ -60,7 +60,9 @@ void RankStates::gather(const StateRequest& request, std::byte* full) {
       }
     }
   };
-  places_.with_states(layout_.place(request.param).chunk, StreamAccess::kRead, exchange);
+  or_leave(ranks_, [&] {
+    places_.with_states(layout_.place(request.param).chunk, StreamAccess::kRead, exchange);
+  });
 }
 
 }  // namespace castor

@@ -21,7 +21,7 @@ class RankStates {
 
   /// Returns a parameter's full state, as one process would have it. Every rank calls this for the
   /// same parameter and kind, or calls serve(). Throws as RankMeeting::meet_to_read and as
-  /// StateStore.
+  /// StateStore; a rank that throws leaves the others, which then throw as well.
   [[nodiscard]] std::vector<std::byte> read(ParamId param, PayloadKind kind);
   /// Sends this rank's shards of the states that other ranks read, until one of them ends the
   /// service.
