@@ -1,5 +1,5 @@
-# Question: what does a step cost whose layers two ranks divide, with room for the whole part and
-#     inside a budget it does not fit, beside transformers' and torch's own tensor parallelism?
+# Question: what does a step cost with tensor parallelism on two ranks, with room for the full shard
+#     and inside a budget it does not fit, beside transformers' and torch's own tensor parallelism?
 # Baseline: transformers' tp_plan applied by transformers (DTensor); torch's parallelize_module with
 #     the same styles; plain PyTorch in one process with as many threads. All over gloo, processes
 #     of this machine, AdamW, no clipping (clip_grad_norm_ takes no mixture of DTensors and others).
@@ -7,7 +7,7 @@
 #     tokens, one thread a rank, the same seed and batches everywhere. tight(x) is the non-model
 #     peak of the ample run and x * the bytes of a rank's part.
 # Method: zero.py's.
-"""A step of divided layers, castor against its peers: `python benchmarks/hybrid_parallel.py`."""
+"""A step with tensor parallelism beside its peers: `python benchmarks/hybrid_parallel.py`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@
 #     ranks, run in turn, so that slow spells of the machine meet all of them.
 # Target: times of the ten within 20%, and the three fastest in their order (of those that the run
 #     can tell apart: by more than 5%, and in three of four pairs of steps), also of those with as
-#     many ranks alone, among which a plan chooses; of copies of the model on 1, 2 and 4 ranks
+#     many ranks alone, among which a plan chooses; of data-parallel replicas on 1, 2 and 4 ranks
 #     within 15%. And a search: Llama 70B on 64 H100s, 256 x 4096 tokens, in less than a minute.
 """Layouts predicted and measured: `python benchmarks/layouts.py [--rounds R]`."""
 

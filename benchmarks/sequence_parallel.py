@@ -1,4 +1,4 @@
-# Question: what does a step cost whose sequences two ranks divide, with room for the whole model
+# Question: what does a step cost with context parallelism on two ranks, with room for the model
 #     and inside a budget it does not fit, beside DeepSpeed's Ulysses?
 # Baseline: DeepSpeed's UlyssesSPAttentionHF (ALST) in its engine, which sums gradients over the
 #     ranks in one flat buffer (ZeRO stage 0: stages 1 and 2 took longer here); plain PyTorch in one
@@ -7,7 +7,7 @@
 #     same seed and batches everywhere. tight(x) is the non-model peak of the ample run and
 #     x * parameter bytes.
 # Method: zero.py's.
-"""A step of divided sequences, castor and its peers: `python benchmarks/sequence_parallel.py`."""
+"""A step with context parallelism beside its peers: `python benchmarks/sequence_parallel.py`."""
 
 from __future__ import annotations
 
