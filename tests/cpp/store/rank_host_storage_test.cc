@@ -218,7 +218,7 @@ TEST(RankHostStorageTest, AStageThatShardsOverAllRanksRefusesACopyOnEachMachine)
     Maker maker(on_nodes(ranks, 2, messages));
     maker.session.zero_stage = 2;
     const RankHostStorage storage = maker.make();
-    expect_none(storage, "zero_stage=2 cuts them over all ranks");
+    expect_none(storage, "zero_stage=2 shards it over all ranks");
     EXPECT_EQ(storage.nodes(), 2U);
   });
 }

@@ -150,9 +150,9 @@ TEST_F(ShardedHostStorageTest, WhereNoChunkHasHostStorageEveryRankIsRefused) {
     Maker maker(rank, &messages);
     maker.placements.assign(kChunks, Placement::kDevice);
     expect_thrown<UsageError>([&] { static_cast<void>(maker.make(3)); },
-                              "zero_stage=3 cuts weights that have their home on the host");
+                              "zero_stage=3 shards weights that have host storage");
     expect_thrown<UsageError>([&] { static_cast<void>(maker.make(2)); },
-                              "zero_stage=2 cuts gradients that have their home on the host");
+                              "zero_stage=2 shards gradients that have host storage");
     EXPECT_EQ(maker.host.ledger().used(), 0U);
   });
 }
@@ -227,7 +227,7 @@ TEST_F(ShardedHostStorageTest, RanksThatCannotReadEachOthersShardsAreRefusedASta
       maker.session.zero_stage = stage;
       expect_thrown<UsageError>([&] { static_cast<void>(maker.make_of_session()); },
                                 "zero_stage=" + std::to_string(stage) +
-                                    " goes with ranks that share their homes here, and these do "
+                                    " goes with ranks that share host storage here, and these do "
                                     "not (threads");
     }
     for (const std::size_t stage : {0, 1}) {
