@@ -134,8 +134,8 @@ def test_stages_that_cut_do_so_over_all_ranks(tmp_path: Path) -> None:
         assert [rest for _, rest in lines] == [
             f"1 True {LINK}",
             f"1 True {LINK}",
-            f"2 False {LINK}, but not host storage: zero_stage=2 cuts them over all ranks",
-            f"3 False {LINK}, but not host storage: zero_stage=3 cuts them over all ranks",
+            f"2 False {LINK}, but not host storage: zero_stage=2 shards it over all ranks",
+            f"3 False {LINK}, but not host storage: zero_stage=3 shards it over all ranks",
         ]
 
 

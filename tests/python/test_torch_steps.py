@@ -302,7 +302,7 @@ def test_what_they_do_not_do_is_refused_by_name(
         ("ddp", {"bucket_cap_mb": "25"}, TypeError, "give a number of MiB"),
         ("ddp", {"static_graph": 1}, TypeError, "static_graph is 1; give True or False"),
         ("fsdp", {"sharding_strategy": 1}, NotImplementedError, "give reshard_after_forward"),
-        ("fsdp", {"auto_wrap_policy": len}, NotImplementedError, "blocks come together one by"),
+        ("fsdp", {"auto_wrap_policy": len}, NotImplementedError, "blocks are all-gathered one by"),
         ("fsdp", {"cpu_offload": 1}, TypeError, "give True, False or a torch"),
         ("fsdp", {"mixed_precision": "bf16"}, TypeError, "MixedPrecisionPolicy"),
         ("fsdp", {"sync_module_states": None}, TypeError, "sync_module_states is None"),
