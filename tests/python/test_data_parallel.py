@@ -113,7 +113,7 @@ REFUSED = {
     "without": "NotImplementedError: .* a Net on 2 ranks without DistributedDataParallel",
     "part": "UsageError: the loop calls a Linear which has 1 of the 9 parameters of its SGD",
     "around": "^nothing$",  # as Fabric's module: what it is around is boosted
-    "zero": "NotImplementedError: .* ZeroRedundancyOptimizer divides optimizer states",
+    "zero": "NotImplementedError: .* ZeroRedundancyOptimizer shards optimizer states",
     "spawn": "NotImplementedError: .*torch.multiprocessing.spawn.* castor run --nproc N",
 }
 

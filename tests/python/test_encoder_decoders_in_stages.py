@@ -231,9 +231,9 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("what", "kind", "part"),
     [
-        ("longt5", "NotImplementedError", "no way to cut a LongT5ForConditionalGeneration into"),
-        ("bart", "NotImplementedError", "no way to cut a BartForConditionalGeneration into"),
-        ("encoder", "NotImplementedError", "no way to cut a T5EncoderModel into stages"),
+        ("longt5", "NotImplementedError", "cannot split a LongT5ForConditionalGeneration into"),
+        ("bart", "NotImplementedError", "cannot split a BartForConditionalGeneration into"),
+        ("encoder", "NotImplementedError", "cannot split a T5EncoderModel into stages"),
         ("model", "NotImplementedError", "make tokens of tokens into stages (ForConditionalGen"),
         ("questions", "NotImplementedError", "and a T5ForQuestionAnswering is none"),
         ("blocks", "UsageError", "[4, 5] is of 2 stages and 9 blocks, and there are 2 "),

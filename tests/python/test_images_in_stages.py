@@ -129,7 +129,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("what", "says"),
     [
         ("masked", "NotImplementedError: a ViTForMaskedImageModeling makes images again of its "),
-        ("tokens", "NotImplementedError: sequence_parallelism_mode='split_gather' divides tokens"),
+        ("tokens", "NotImplementedError: sequence_parallelism_mode='split_gather' shards tokens"),
         ("no images", "UsageError: the batch has no images: give pixel_values of shape (rows, "),
     ],
 )

@@ -188,7 +188,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("heads", "UsageError", "3 num_attention_heads"),
         ("key heads", "UsageError", "has 3 key-value heads, which tp_size=2 ranks can neither"),
         ("alibi", "NotImplementedError", "ALiBi"),
-        ("no plan", "NotImplementedError", "no way to cut a Tower"),
+        ("no plan", "NotImplementedError", "cannot shard a Tower"),
         ("unknown name", "UsageError", "'model.layer.*'"),
         ("unknown style", "NotImplementedError", "'diagonal'"),
         ("wrong module", "UsageError", "'model.norm' is a LlamaRMSNorm"),
