@@ -26,10 +26,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import castor
 
-REFERENCE_STEPS = 80
-"""For each life: more than all together reach."""
-
-
 class Run:
     def __init__(self, scratch: Path | None = None, *, deep: bool = False) -> None:
         nvme = {} if scratch is None else {"nvme_path": scratch, "nvme_offload_fraction": 1.0}
@@ -127,10 +123,16 @@ def fork(life, *arguments) -> int:
     return pid
 
 
-def write_reference(path: Path, lives: int, *, deep: bool) -> None:
+def write_reference(path: Path, steps: int, *, deep: bool) -> None:
+    """Writes the losses of a run that nobody kills."""
     losses = Run(deep=deep).losses()
-    steps = REFERENCE_STEPS * lives // (8 if deep else 1)
     path.write_text("\n".join(next(losses).hex() for _ in range(steps)))
+
+
+def steps_of(journal: Path) -> int:
+    """Returns the number of the last step that any life has taken."""
+    lines = (line.split() for line in journal.read_text().splitlines())
+    return max((int(number) for word, number, *_ in lines if word == "loss"), default=0)
 
 
 def check(journal: Path, reference: list[str]) -> dict[str, int]:
@@ -185,9 +187,6 @@ def main() -> None:
     scratch = directory / "nvme" / "castor.scratch"
     if what in ("nvme", "weights"):
         scratch.parent.mkdir()
-    if what != "model":
-        reference_writer = partial(write_reference, deep=what == "weights")
-        assert os.waitpid(fork(reference_writer, reference_file, lives + 1), 0)[1] == 0
     for _ in range(lives):
         size = journal.stat().st_size
         pid = fork(life, directory, journal)
@@ -208,7 +207,11 @@ def main() -> None:
         time.sleep(0.001)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    reference = reference_file.read_text().split() if what != "model" else []
+    reference = []
+    if what != "model":
+        writer = partial(write_reference, deep=what == "weights")
+        assert os.waitpid(fork(writer, reference_file, steps_of(journal)), 0)[1] == 0
+        reference = reference_file.read_text().split()
     left = [*directory.glob(".*-castor-*"), *directory.glob("run/.*-castor-*")]
     print(json.dumps({**check(journal, reference), "left": len(left)}))
 

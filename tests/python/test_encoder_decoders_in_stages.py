@@ -283,7 +283,7 @@ def test_a_plan_has_no_stages_of_encoder_decoders(tmp_path: Path) -> None:
     config.to_json_file(tmp_path / "config.json", use_diff=False)
     workload = Workload(batch=4, sequence=TARGET, precision="bf16", state_format="fp32")
     search = LayoutSearch(tmp_path / "config.json", workload)
-    assert "cut a T5ForConditionalGeneration into simulated stages" in search.refused["stages"]
+    assert "split a T5ForConditionalGeneration into simulated stages" in search.refused["stages"]
     layouts = search.layouts(cluster(ranks_per_node=2))
     assert layouts
     assert {layout.stages for layout in layouts} == {1}

@@ -240,8 +240,8 @@ def test_own_steps_that_diverge_are_named_on_every_rank(tmp_path: Path) -> None:
 def test_what_does_not_go_with_them_is_refused_by_name(tmp_path: Path) -> None:
     for output in succeeded(run(several_rank_cases.refused, 2, tmp_path)):
         second, third, beside, low_level = output.splitlines()
-        assert "zero_stage=2 leaves each of 2 ranks its part of the gradients" in second
-        assert "zero_stage=3 leaves each of 2 ranks its part of the weights and grad" in third
+        assert "zero_stage=2 leaves each of 2 ranks its shard of the gradients" in second
+        assert "zero_stage=3 leaves each of 2 ranks its shard of the weights and grad" in third
         assert "overlap='forward'" in beside
         assert re.search(r"stage=2 keeps gradients once .* Muon runs its own step", low_level)
 

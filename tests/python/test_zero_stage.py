@@ -205,8 +205,8 @@ def test_what_sharded_weights_do_not_do_is_named(tmp_path: Path) -> None:
         lines = output.splitlines()
         on_device, torchs_of_two, torchs, edit, load, address, stepped, unchanged = lines
         assert "zero_stage=3 shards weights that have host storage" in on_device
-        assert "zero_stage=2 leaves each of 2 ranks its part of the gradients" in torchs_of_two
-        assert "zero_stage=3 leaves each of 2 ranks its part of the weights and gr" in torchs
+        assert "zero_stage=2 leaves each of 2 ranks its shard of the gradients" in torchs_of_two
+        assert "zero_stage=3 leaves each of 2 ranks its shard of the weights and gr" in torchs
         for refusal in (edit, load):
             assert "change in optimizer.step() and in loads alone" in refusal
         assert "sharded over ranks (zero_stage=3" in address
