@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import castor
 
+
 class Run:
     def __init__(self, scratch: Path | None = None, *, deep: bool = False) -> None:
         nvme = {} if scratch is None else {"nvme_path": scratch, "nvme_offload_fraction": 1.0}
