@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -295,32 +296,48 @@ void ActivationOffload::read(Moved& moved, const c10::Storage& storage) {
   pages_->read(moved.pages, moved.bytes, take);
 }
 
-Block ActivationOffload::take_host_block(std::size_t bytes) {
-  {
-    const MutexLock lock(host_blocks_mutex_);
-    if (const auto free = free_host_blocks_.find(bytes); free != free_host_blocks_.end()) {
-      Block block = std::move(free->second);
-      free_host_blocks_.erase(free);
-      return block;
-    }
+Block ActivationOffload::take_free_host_block(std::size_t bytes) {
+  const MutexLock lock(host_blocks_mutex_);
+  const auto of_size = [bytes](const Block& block) { return block.bytes() == bytes; };
+  const auto free = std::find_if(free_host_blocks_.begin(), free_host_blocks_.end(), of_size);
+  if (free == free_host_blocks_.end()) {
+    return {};
   }
+  Block block = std::move(*free);
+  free_host_blocks_.erase(free);
+  free_host_bytes_ -= bytes;
+  return block;
+}
+
+Block ActivationOffload::take_host_block(std::size_t bytes) {
   const auto allocate = [&] {
     return session_->host().allocate(
         bytes,
         "activations=\"offload\" keeps activations in host memory; raise host_memory, offload "
         "fewer blocks, or give nvme_path and an nvme_memory with room for what does not fit");
   };
-  try {
-    return allocate();
-  } catch (const OutOfMemory&) {
-    std::multimap<std::size_t, Block> other_sizes;
-    const MutexLock lock(host_blocks_mutex_);
-    if (free_host_blocks_.empty()) {
-      throw;
+  Block block = take_free_host_block(bytes);
+  if (!block) {
+    try {
+      block = allocate();
+    } catch (const OutOfMemory&) {
+      std::deque<Block> other_sizes;  // freed without the mutex
+      {
+        const MutexLock lock(host_blocks_mutex_);
+        if (free_host_blocks_.empty()) {
+          throw;
+        }
+        other_sizes.swap(free_host_blocks_);
+        free_host_bytes_ = 0;
+      }
+      other_sizes.clear();
+      block = allocate();
     }
-    other_sizes.swap(free_host_blocks_);
   }
-  return allocate();
+  const MutexLock lock(host_blocks_mutex_);
+  used_host_bytes_ += bytes;
+  most_used_host_bytes_ = std::max(most_used_host_bytes_, used_host_bytes_);
+  return block;
 }
 
 // Called wherever autograd drops a graph, by threads that hold Python's global lock too.
@@ -332,8 +349,16 @@ void ActivationOffload::forget(Moved& moved) noexcept {
     }
   }
   if (moved.host.data() != nullptr) {
+    std::vector<Block> longest_free;  // freed without the mutex
     const MutexLock lock(host_blocks_mutex_);
-    free_host_blocks_.emplace(moved.bytes, std::move(moved.host));
+    used_host_bytes_ -= moved.bytes;
+    free_host_bytes_ += moved.bytes;
+    free_host_blocks_.push_back(std::move(moved.host));
+    while (free_host_bytes_ > most_used_host_bytes_) {
+      free_host_bytes_ -= free_host_blocks_.front().bytes();
+      longest_free.push_back(std::move(free_host_blocks_.front()));
+      free_host_blocks_.pop_front();
+    }
   }
   if (!moved.pages.empty()) {
     pages_->give_back(moved.pages);
@@ -343,9 +368,7 @@ void ActivationOffload::forget(Moved& moved) noexcept {
 ActivationOffload::Figures ActivationOffload::figures() const {
   const MutexLock lock(host_blocks_mutex_);
   Figures figures{.bytes_offloaded = bytes_offloaded_};
-  for (const auto& [bytes, host] : free_host_blocks_) {
-    figures.ready_host_bytes += bytes;
-  }
+  figures.ready_host_bytes = free_host_bytes_;
   figures.ready_nvme_bytes = pages_ ? pages_->free_bytes() : 0;
   return figures;
 }

@@ -6,7 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <unordered_map>
@@ -97,6 +97,7 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   void fetch_ahead(Pass& pass);
   void read(Moved& moved, const c10::Storage& storage);
   [[nodiscard]] Block take_host_block(std::size_t bytes);
+  [[nodiscard]] Block take_free_host_block(std::size_t bytes);
   void write(Moved& moved);
   void forget(Moved& moved) noexcept;
 
@@ -109,8 +110,12 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   std::weak_ptr<Pass> leaving_ CASTOR_GUARDED_BY(mutex_);
   std::weak_ptr<Pass> in_backward_ CASTOR_GUARDED_BY(mutex_);
   mutable Mutex host_blocks_mutex_;  // a leaf, taken where graphs are dropped
-  // Free host buffers by their size in bytes: the next step needs the same sizes.
-  std::multimap<std::size_t, Block> free_host_blocks_ CASTOR_GUARDED_BY(host_blocks_mutex_);
+  // Free host buffers, the last freed at the end: the next step needs the same sizes. They take no
+  // more bytes than activations did at once so far, since batches of other lengths need others.
+  std::deque<Block> free_host_blocks_ CASTOR_GUARDED_BY(host_blocks_mutex_);
+  std::size_t free_host_bytes_ CASTOR_GUARDED_BY(host_blocks_mutex_) = 0;
+  std::size_t used_host_bytes_ CASTOR_GUARDED_BY(host_blocks_mutex_) = 0;
+  std::size_t most_used_host_bytes_ CASTOR_GUARDED_BY(host_blocks_mutex_) = 0;
   std::uint64_t bytes_offloaded_ CASTOR_GUARDED_BY(host_blocks_mutex_) = 0;
 };
 

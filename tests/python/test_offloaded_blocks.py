@@ -278,6 +278,17 @@ def test_a_loss_that_is_dropped_frees_the_host() -> None:
     assert peaks[-1] < 1.1 * peaks[0]
 
 
+def test_batches_of_many_lengths_keep_the_buffers_of_one_in_host_memory() -> None:
+    case = wide()
+    boosted = boost(case.model(), activations="offload")
+    before = boosted.report().host_bytes
+    taken = []
+    for rows in (64, *range(40, 64)):
+        boosted.step(boosted.model(x=torch.randn(rows, 256)))
+        taken.append(boosted.report().host_bytes - before)
+    assert 0 < max(taken) <= taken[0]
+
+
 def test_host_memory_that_is_too_small_is_an_error() -> None:
     case = wide()
     boosted = boost(case.model(), host_memory=GIB, activations="offload")
