@@ -6,28 +6,18 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
-#include <cstdlib>
 
 #include "core/error.h"
+#include "io/scoped_faults.h"
 #include "io/test_support.h"
 
 namespace castor {
 namespace {
 
 using test::noise;
+using testing::ScopedFaults;
 
 constexpr std::size_t kBlock = 2 * kIoAlignment;
-
-/// Sets CASTOR_IO_FAULTS as long as it lives.
-class ScopedFaults {
- public:
-  explicit ScopedFaults(const std::string& text) {
-    EXPECT_EQ(::setenv(kIoFaultsVariable, text.c_str(), 1), 0);
-  }
-  ~ScopedFaults() { ::unsetenv(kIoFaultsVariable); }
-  ScopedFaults(const ScopedFaults&) = delete;
-  ScopedFaults& operator=(const ScopedFaults&) = delete;
-};
 
 TEST(IoFaultsTest, AreParsed) {
   const auto faults = parse_io_faults("write:17:EIO,read:5+:short,any:1:flip");

@@ -22,22 +22,13 @@
 namespace castor {
 namespace {
 
-struct Case {
-  std::size_t ranks;
-  bool shared;
-  std::size_t nodes = 1;
-};
-std::string name_of(const ::testing::TestParamInfo<Case>& info) {
-  const std::size_t nodes = info.param.nodes;
-  return (info.param.shared ? "Shared" : "Apart") + std::to_string(info.param.ranks) +
-         (nodes == 1 ? "" : "On" + std::to_string(nodes));
-}
-class RankReductionTest : public ::testing::TestWithParam<Case> {};
+class RankReductionTest : public ::testing::TestWithParam<RankCase> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, RankReductionTest,
-                         ::testing::Values(Case{2, true}, Case{3, true}, Case{4, true},
-                                           Case{2, false}, Case{3, false}, Case{4, true, 2},
-                                           Case{6, true, 3}, Case{6, true, 2}, Case{8, true, 4},
-                                           Case{4, false, 2}),
+                         ::testing::Values(RankCase{2, true}, RankCase{3, true}, RankCase{4, true},
+                                           RankCase{2, false}, RankCase{3, false},
+                                           RankCase{4, true, 2}, RankCase{6, true, 3},
+                                           RankCase{6, true, 2}, RankCase{8, true, 4},
+                                           RankCase{4, false, 2}),
                          name_of);
 
 // Of this rank's parts: their sums, but from the last machine, and their mean, but from the one

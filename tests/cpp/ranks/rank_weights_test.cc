@@ -81,17 +81,7 @@ void edit(std::minstd_rand& random, std::span<std::byte> bytes) {
   std::memset(bytes.data() + begin, static_cast<int>(random() % 251), count);
 }
 
-struct Case {
-  std::size_t ranks;
-  bool shared;
-  std::size_t nodes = 1;
-};
-std::string name_of(const ::testing::TestParamInfo<Case>& info) {
-  const std::size_t nodes = info.param.nodes;
-  return (info.param.shared ? "Shared" : "Apart") + std::to_string(info.param.ranks) +
-         (nodes == 1 ? "" : "On" + std::to_string(nodes));
-}
-class RankWeightsTest : public ::testing::TestWithParam<Case> {
+class RankWeightsTest : public ::testing::TestWithParam<RankCase> {
  protected:
   [[nodiscard]] static std::vector<std::size_t> sizes() {
     const std::size_t unit = GetParam().ranks * kUnit;
@@ -99,9 +89,10 @@ class RankWeightsTest : public ::testing::TestWithParam<Case> {
   }
 };
 INSTANTIATE_TEST_SUITE_P(Ranks, RankWeightsTest,
-                         ::testing::Values(Case{2, true}, Case{3, true}, Case{4, true},
-                                           Case{2, false}, Case{3, false}, Case{4, true, 2},
-                                           Case{6, true, 3}, Case{6, true, 2}, Case{8, true, 4}),
+                         ::testing::Values(RankCase{2, true}, RankCase{3, true}, RankCase{4, true},
+                                           RankCase{2, false}, RankCase{3, false},
+                                           RankCase{4, true, 2}, RankCase{6, true, 3},
+                                           RankCase{6, true, 2}, RankCase{8, true, 4}),
                          name_of);
 
 // Every rank edits all weights, has some of them on its device, and updates its part of each: all

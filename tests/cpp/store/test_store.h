@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -16,7 +15,7 @@
 #include "core/fakes.h"
 #include "core/thread_collectives.h"
 #include "core/thread_messages.h"
-#include "io/fault_injection.h"
+#include "io/scoped_faults.h"
 #include "io/test_support.h"
 #include "parallel/thread_executor.h"
 #include "store/chunk_copies.h"
@@ -33,17 +32,6 @@
 
 // All stores of one rank, put together as a session does it (csrc/torch/session.cc).
 namespace castor::testing {
-
-/// Sets CASTOR_IO_FAULTS for the engines that are made while it lives.
-class ScopedFaults {
- public:
-  explicit ScopedFaults(const std::string& text) {
-    EXPECT_EQ(::setenv(kIoFaultsVariable, text.c_str(), 1), 0);
-  }
-  ~ScopedFaults() { ::unsetenv(kIoFaultsVariable); }
-  ScopedFaults(const ScopedFaults&) = delete;
-  ScopedFaults& operator=(const ScopedFaults&) = delete;
-};
 
 struct StoreOptions {
   std::shared_ptr<const UpdateRule> rule = adam();
