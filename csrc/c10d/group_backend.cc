@@ -3,7 +3,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "core/error.h"
-#include "torch/chunk_storages.h"
+#include "torch/device_bytes.h"
 
 namespace castor {
 

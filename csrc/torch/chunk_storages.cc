@@ -8,6 +8,8 @@
 #include <mutex>
 #include <utility>
 
+#include "torch/device_bytes.h"
+
 namespace castor {
 namespace {
 
@@ -168,13 +170,6 @@ ParamGeometry geometry_of(const at::Tensor& tensor) {
     }
   }
   return geometry;
-}
-
-at::Tensor bytes_at(const std::byte* data, std::size_t bytes, c10::Device device) {
-  return at::for_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)})
-      .options(at::TensorOptions().dtype(at::kByte).device(device))
-      .target_device(device)
-      .make_tensor();
 }
 
 void copy_on_cpu(std::span<const std::byte> source, std::byte* target) {

@@ -35,10 +35,6 @@ struct ParamGeometry {
 
 [[nodiscard]] ParamGeometry geometry_of(const at::Tensor& tensor);
 
-/// Returns a tensor over bytes of a device that are not castor's to give away: the tensor borrows
-/// them.
-[[nodiscard]] at::Tensor bytes_at(const std::byte* data, std::size_t bytes, c10::Device device);
-
 /// Copies on torch's intra-op threads, with the kernel of the CPU. The copy goes below everything
 /// that a user may have put between: no autograd graph, dispatch mode or profiler sees it. Source
 /// and target have the same size and do not overlap.

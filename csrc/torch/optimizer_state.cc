@@ -11,6 +11,7 @@
 #include "optim/convert.h"
 #include "optim/rule_of_type.h"
 #include "optim/state_convert.h"
+#include "torch/device_bytes.h"
 #include "torch/torch_device.h"
 
 namespace castor {

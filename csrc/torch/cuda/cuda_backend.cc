@@ -27,6 +27,7 @@
 #include "host/numa.h"
 #include "torch/cuda/caching_arena.h"
 #include "torch/cuda/torch_allocations.h"
+#include "torch/device_bytes.h"
 #include "torch/torch_device.h"
 
 namespace castor {
@@ -161,13 +162,13 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
 
   void copy_from_device(std::span<const std::byte> source, std::byte* target) override {
     const at::NoGradGuard no_grad;
-    bytes_of(target, source.size(), c10::kCPU)
-        .copy_(bytes_of(source.data(), source.size(), torch_device()));
+    bytes_at(target, source.size(), c10::kCPU)
+        .copy_(bytes_at(source.data(), source.size(), torch_device()));
   }
   void copy_to_device(std::span<const std::byte> source, std::byte* target) override {
     const at::NoGradGuard no_grad;
-    bytes_of(target, source.size(), torch_device())
-        .copy_(bytes_of(source.data(), source.size(), c10::kCPU));
+    bytes_at(target, source.size(), torch_device())
+        .copy_(bytes_at(source.data(), source.size(), c10::kCPU));
   }
 
   [[nodiscard]] std::unique_ptr<ComputeFence> fence(StreamId stream) override {
@@ -178,13 +179,6 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
 
  private:
   [[nodiscard]] c10::Device torch_device() const noexcept { return {c10::kCUDA, device_}; }
-  [[nodiscard]] static at::Tensor bytes_of(const std::byte* data, std::size_t bytes,
-                                           c10::Device device) {
-    return at::for_blob(const_cast<std::byte*>(data), {static_cast<std::int64_t>(bytes)})
-        .options(at::TensorOptions().dtype(at::kByte).device(device))
-        .target_device(device)
-        .make_tensor();
-  }
   /// It may be of torch's pool, or anybody's.
   [[nodiscard]] c10::cuda::CUDAStream of_torch(StreamId stream) const {
     return c10::cuda::getStreamFromExternal(cuda::handle_of(stream), device_);
