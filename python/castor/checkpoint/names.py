@@ -32,12 +32,22 @@ def _start_ticks(pid: int) -> int | None:
 
     The start time tells processes of the same number apart, because numbers are reused.
     """
+    status = process_status(pid)
+    return None if status is None else status[1]
+
+
+def process_status(pid: int) -> tuple[str, int] | None:
+    """Returns a process's state, such as "S" or "Z", and its start in clock ticks since boot.
+
+    None: there is no such process.
+    """
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
     # The second field, the name in parentheses, may hold anything.
-    return int(status[status.rindex(b")") + 2 :].split()[19])
+    fields = status[status.rindex(b")") + 2 :].split()
+    return fields[0].decode(), int(fields[19])
 
 
 def target_of(leftover: Path) -> tuple[str, str] | None:

@@ -152,11 +152,10 @@ def _write_adapters(asked: Export, adapters: Path, out: Path) -> str:
             )
     named = read_json(adapters / CONFIG).get("base_model_name_or_path")
     base = Path(named) if isinstance(named, str) and Path(named).is_dir() else None
-    _check_target(asked, out, adapters, *([base] if base is not None else []))
+    bases = [] if base is None else [base]
+    _check_target(asked, out, adapters, *bases)
     words = load_tokenizer(
-        [adapters, asked.path, *([base] if base is not None else [])]
-        if asked.tokenizer is None
-        else [asked.tokenizer]
+        [adapters, asked.path, *bases] if asked.tokenizer is None else [asked.tokenizer]
     )
     tensors: Tensors = mapped(read_header(adapters / WEIGHTS))
     if asked.dtype is not None:

@@ -13,8 +13,10 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from castor.checkpoint.adapters import CONFIG
 from castor.errors import UsageError
 from castor.recipes.models import read_json
+from castor.recipes.runs import RECIPE
 
 _LIBRARIES = ("castor-torch", "torch", "transformers")
 _IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)$")
@@ -145,7 +147,7 @@ def _recipe(source: Path) -> dict[str, Any] | None:
     """Returns the recipe of a run, given the run or one of its checkpoints; None: there is none."""
     inside = _CHECKPOINT.fullmatch(source.resolve().name) is not None
     for folder in (source, *([source.resolve().parent] if inside else [])):
-        file = folder / "recipe.yaml"
+        file = folder / RECIPE
         if file.is_file():
             try:
                 found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -172,7 +174,7 @@ def _base(card: Card, recipe: dict[str, Any] | None) -> str | None:
     """Returns the name of the model that training began with; None: it is not known."""
     adapters = card.adapters or card.merged
     if adapters is not None:
-        named = read_json(adapters / "adapter_config.json").get("base_model_name_or_path")
+        named = read_json(adapters / CONFIG).get("base_model_name_or_path")
         path = named or card.weights
         return None if path is None else base_name(path)
     model = (recipe or {}).get("model", {})

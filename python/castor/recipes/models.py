@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from castor.booster import Booster
 from castor.checkpoint import latest
+from castor.checkpoint.adapters import CONFIG as _ADAPTER
+from castor.checkpoint.adapters import WEIGHTS as _ADAPTER_WEIGHTS
 from castor.errors import UsageError
 from castor.lazy import LazyInitContext
 from castor.plugins import GeminiPlugin
 from castor.plugins.by_name import checked_plugin
 from castor.recipes.runs import checkpoints
 
-_ADAPTER, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MODEL = "config.json"
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

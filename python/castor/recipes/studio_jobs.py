@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from castor.checkpoint.names import process_status
 from castor.errors import UsageError
 from castor.recipes.runs import LOG
 
@@ -250,12 +251,8 @@ class Workspace:
 
 def _started_at(process: int) -> int | None:
     """Returns when a process started, in ticks since the boot; None: it has ended."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    state, started = process_status(process) or ("X", 0)
+    return None if state in "ZX" else started
 
 
 def entries(run: Path) -> list[dict[str, Any]]:
