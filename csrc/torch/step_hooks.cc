@@ -75,6 +75,14 @@ using GradFunctions = std::vector<torch_versions::NodePointer>;
 // Outputs are shallow; the bound stops cycles through objects.
 constexpr int kMaxDepth = 6;
 
+void add_grad_function(const at::Tensor& tensor, GradFunctions* found) {
+  if (auto function = tensor.grad_fn()) {
+    if (found->empty() || found->back() != function) {
+      found->push_back(std::move(function));
+    }
+  }
+}
+
 void find_grad_functions(PyObject* value, int depth, GradFunctions* found);
 
 void find_in_dict(PyObject* dict, int depth, GradFunctions* found) {
@@ -87,12 +95,7 @@ void find_in_dict(PyObject* dict, int depth, GradFunctions* found) {
 
 void find_grad_functions(PyObject* value, int depth, GradFunctions* found) {
   if (THPVariable_Check(value)) {
-    const at::Tensor& tensor = THPVariable_Unpack(value);
-    if (auto function = tensor.grad_fn()) {
-      if (found->empty() || found->back() != function) {
-        found->push_back(std::move(function));
-      }
-    }
+    add_grad_function(THPVariable_Unpack(value), found);
     return;
   }
   if (depth == 0 || value == Py_None || PyUnicode_Check(value) || PyLong_Check(value) ||
@@ -120,11 +123,8 @@ void find_grad_functions(PyObject* value, int depth, GradFunctions* found) {
   }
 }
 
-}  // namespace
-
-void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module, PyObject* output) {
-  GradFunctions functions;
-  find_grad_functions(output, kMaxDepth, &functions);
+void watch_functions(const std::shared_ptr<StepEvents>& events, ModuleId module,
+                     const GradFunctions& functions) {
   if (functions.empty()) {
     return;
   }
@@ -132,6 +132,23 @@ void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module, 
   for (const auto& function : functions) {
     function->add_tensor_pre_hook(std::make_unique<BackwardHook>(entry));
   }
+}
+
+}  // namespace
+
+void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module, PyObject* output) {
+  GradFunctions functions;
+  find_grad_functions(output, kMaxDepth, &functions);
+  watch_functions(events, module, functions);
+}
+
+void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module,
+                    std::span<const at::Tensor> outputs) {
+  GradFunctions functions;
+  for (const at::Tensor& output : outputs) {
+    add_grad_function(output, &functions);
+  }
+  watch_functions(events, module, functions);
 }
 
 torch_versions::NodePointer watch_gradient(std::weak_ptr<StepEvents> events, ParamId param,

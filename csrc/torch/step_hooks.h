@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include <memory>
+#include <span>
 
 #include "torch/param_gradient.h"
 #include "torch/step_events.h"
@@ -16,6 +17,9 @@ namespace castor {
 /// __dict__. Outputs without a differentiable tensor are left alone: their module's parameters stay
 /// readable in host storage. Requires the GIL; `output` is a borrowed reference.
 void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module, PyObject* output);
+/// Does the same for a forward in C++, which returned these tensors. Does not need the GIL.
+void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module,
+                    std::span<const at::Tensor> outputs);
 
 /// Arranges that `events->gradient_arrived(param)` follows AccumulateGrad of `leaf`, beside any
 /// hooks of the user. Returns the accumulator, to which `leaf` refers weakly: when the accumulator
