@@ -168,5 +168,5 @@ def test_refusals() -> None:
     for policy in ("cuda", "static"):
         with pytest.raises(ValueError, match="placement_policy='" + policy):
             castor.GeminiPlugin(device="cpu", gather_embeddings=True, placement_policy=policy)
-    with pytest.raises(TypeError, match="give a bool"):
+    with pytest.raises(TypeError, match="give True or False"):
         castor.GeminiPlugin(device="cpu", gather_embeddings=1)  # type: ignore[arg-type]

@@ -376,7 +376,7 @@ def test_a_failed_boost_leaves_model_and_optimizer_alone(tmp_path: Path) -> None
         ({"nvme_path": "/tmp", "nvme_offload_fraction": 1.5}, ValueError, r"\[0, 1\]"),
         ({"nvme_path": []}, ValueError, "is empty"),
         ({"nvme_path": 3}, TypeError, "give a directory"),
-        ({"nvme_path": "/tmp", "nvme_verify": 1}, TypeError, "give a bool"),
+        ({"nvme_path": "/tmp", "nvme_verify": 1}, TypeError, "give True or False"),
         ({"nvme_path": "/tmp", "nvme_memory": 0}, ValueError, "more than 0"),
         ({"nvme_dir": "/tmp"}, NotImplementedError, "give nvme_path"),
     ],

@@ -264,7 +264,7 @@ def test_a_rank_that_drops_its_model_answers_while_others_read(tmp_path: Path) -
     ("value", "error"), [(0, ValueError), (4, ValueError), (True, TypeError), ("3", TypeError)]
 )
 def test_another_stage_is_refused(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"zero_stage is .*; choose 'auto', 1, 2 or 3"):
+    with pytest.raises(error, match=r"zero_stage is .*; choose one of 'auto', 1, 2, 3"):
         castor.GeminiPlugin(device="cpu", zero_stage=value)
 
 

@@ -1,6 +1,7 @@
 """Settings, units, and the memory that castor finds on the machine."""
 
 from castor.config.block_choice import BlockChoice, offloads
+from castor.config.declared import documented, values_of
 from castor.config.names import (
     SCALAR_TYPES,
     Activations,
@@ -14,10 +15,11 @@ from castor.config.names import (
 )
 from castor.config.nearest import did_you_mean
 from castor.config.settings import (
+    GeminiArguments,
     GeminiConfig,
+    GeminiSettings,
     LossScalerConfig,
     check_format_of_precision,
-    check_fraction,
 )
 from castor.config.units import parse_bandwidth, parse_bytes, parse_paths
 
@@ -25,7 +27,9 @@ __all__ = [
     "SCALAR_TYPES",
     "Activations",
     "BlockChoice",
+    "GeminiArguments",
     "GeminiConfig",
+    "GeminiSettings",
     "LossScalerConfig",
     "NonFinite",
     "Overlap",
@@ -35,10 +39,11 @@ __all__ = [
     "TileLogits",
     "ZeroStage",
     "check_format_of_precision",
-    "check_fraction",
     "did_you_mean",
+    "documented",
     "offloads",
     "parse_bandwidth",
     "parse_bytes",
     "parse_paths",
+    "values_of",
 ]

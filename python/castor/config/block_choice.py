@@ -58,11 +58,11 @@ def offloads(activations: Activations) -> bool:
     return any(text == "auto" or BlockChoice.parse(text).kind == "offload" for text in choices)
 
 
-def check_activations(value: object) -> None:
+def check_activations(value: object, name: str) -> None:
     """Raises TypeError or ValueError unless `value` is something for GeminiPlugin's activations."""
     patterns = value if isinstance(value, Mapping) else {"*": value}
     if not patterns or not all(isinstance(part, str) for item in patterns.items() for part in item):
-        raise TypeError(f"activations is {value!r}; {_ASKED}")
+        raise TypeError(f"{name} is {value!r}; {_ASKED}")
     for choice in map(str, patterns.values()):
         if value != "auto":
             BlockChoice.parse(choice)

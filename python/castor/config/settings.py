@@ -1,14 +1,17 @@
-"""Settings of a boosted model: parsed, checked, frozen."""
+"""Settings of GeminiPlugin: as a user asks for them, and as they come out on a machine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Annotated
 
+import torch
 from torch import nn
 
 from castor.config.block_choice import check_activations
+from castor.config.declared import at_least, check_fields, check_fraction, values_of
 from castor.config.names import (
     Activations,
     NonFinite,
@@ -19,36 +22,11 @@ from castor.config.names import (
     TileLogits,
     ZeroStage,
 )
+from castor.config.units import parse_bandwidth, parse_bytes, parse_paths
 
-
-def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, choices))}")
-
-
-def _numbers(**values: float) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{name} is {value!r}; give a number")
-
-
-def _whole_numbers(**values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is {value!r}; give an int")
-
-
-def _at_least(name: str, value: float, minimum: float) -> None:
-    _numbers(**{name: value})
-    if not value >= minimum:
-        raise ValueError(f"{name} is {value}; it must be at least {minimum}")
-
-
-def check_fraction(name: str, value: float) -> None:
-    """Raises TypeError or ValueError unless `value` is a number in [0, 1]."""
-    _numbers(**{name: value})
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name} is {value}; it must lie in [0, 1]")
+Size = Annotated[int | str, parse_bytes]
+Bandwidth = Annotated[int | str, parse_bandwidth]
+Fraction = Annotated[float, check_fraction]
 
 
 def check_format_of_precision(what: str, state_format: str, precision: str) -> None:
@@ -60,32 +38,50 @@ def check_format_of_precision(what: str, state_format: str, precision: str) -> N
         )
 
 
-def _check_keep_fp32(value: tuple[str | type[nn.Module], ...], precision: str) -> None:
-    if value and precision == "fp32":
-        raise ValueError(
-            "keep_fp32 names what stays float32 in a 16-bit precision, and precision is 'fp32', in "
-            "which everything does: leave it out, or give precision='bf16' or 'fp16'"
-        )
+def _check_keep_fp32(value: object, name: str) -> None:
+    asked = "give a list of patterns of names and of classes of modules, ['*.gate']"
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} is {value!r}; {asked}")
+    for entry in value:
+        if not isinstance(entry, str) and not (
+            isinstance(entry, type) and issubclass(entry, nn.Module)
+        ):
+            raise TypeError(f"{name} has {entry!r}; {asked}")
 
 
-def _check_tile_logits(value: object) -> None:
+def _check_norm_type(value: float, name: str) -> None:
+    if value != 2.0:
+        raise NotImplementedError(f"{name}={value} is not supported; only 2.0 is")
+
+
+def _check_path(value: object, name: str) -> None:
+    if not isinstance(value, str | Path):
+        raise TypeError(f"{name} is {value!r}; give a path")
+
+
+def _check_room_for_chunks(value: float, name: str) -> None:
+    if value == 1.0:
+        raise ValueError(f"{name} is 1; chunks need some of the device")
+
+
+def _check_room_for_plans(value: float, name: str) -> None:
+    if value == 0.0:
+        raise ValueError(f"{name} is 0; plans need some of the device")
+
+
+def _check_seed(value: int, name: str) -> None:
+    if not 0 <= value < 2**64:
+        raise ValueError(f"{name} is {value}; it must lie in [0, 2**64)")
+
+
+def _check_tile_logits(value: object, name: str) -> None:
     if isinstance(value, bool) or value == "auto":
         return
     asked = "choose 'auto', True, False, or how many rows to compute at once"
     if not isinstance(value, int):
-        raise TypeError(f"tile_logits is {value!r}; {asked}")
+        raise TypeError(f"{name} is {value!r}; {asked}")
     if value < 1:
-        raise ValueError(f"tile_logits is {value}; {asked}, at least 1")
-
-
-def _check_zero_stage(value: object) -> None:
-    asked = "choose 'auto', 1, 2 or 3"
-    if value == "auto":
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"zero_stage is {value!r}; {asked}")
-    if value not in (1, 2, 3):
-        raise ValueError(f"zero_stage is {value}; {asked}")
+        raise ValueError(f"{name} is {value}; {asked}, at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,29 +89,22 @@ class LossScalerConfig:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2)."""
 
     initial_scale: float = 2.0**16
-    """Scale of the first step."""
+    """fp16: loss scale at the start."""
     min_scale: float = 1.0
-    """The scale never falls below this."""
+    """fp16: lowest loss scale."""
     max_scale: float = 2.0**32
-    """The scale never rises above this."""
+    """fp16: highest loss scale."""
     growth_factor: float = 2.0
-    """Factor of the scale after growth_interval good steps; above 1."""
+    """fp16: growth of the loss scale."""
     backoff_factor: float = 0.5
-    """Factor of the scale on overflow; in (0, 1)."""
-    growth_interval: int = 1000
-    """Good steps in a row before the scale grows."""
-    hysteresis: int = 2
-    """Overflows tolerated before the scale falls."""
+    """fp16: reduction of the loss scale on overflow."""
+    growth_interval: Annotated[int, at_least(1)] = 1000
+    """fp16: good steps before growth."""
+    hysteresis: Annotated[int, at_least(1)] = 2
+    """fp16: overflows before reduction."""
 
     def __post_init__(self) -> None:
-        _numbers(
-            initial_scale=self.initial_scale,
-            min_scale=self.min_scale,
-            max_scale=self.max_scale,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-        )
-        _whole_numbers(growth_interval=self.growth_interval, hysteresis=self.hysteresis)
+        check_fields(self)
         if not 0 < self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
                 f"loss scales must satisfy 0 < min_scale <= initial_scale <= max_scale; got "
@@ -125,68 +114,223 @@ class LossScalerConfig:
             raise ValueError(f"growth_factor is {self.growth_factor}; it must be above 1")
         if not 0.0 < self.backoff_factor < 1.0:
             raise ValueError(f"backoff_factor is {self.backoff_factor}; it must lie in (0, 1)")
-        _at_least("growth_interval", self.growth_interval, 1)
-        _at_least("hysteresis", self.hysteresis, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeminiConfig:
-    """The settings that GeminiPlugin's arguments come to; see there for their meaning."""
+class GeminiSettings(LossScalerConfig):
+    """Arguments of GeminiPlugin that mean the same on every machine."""
 
-    placement_policy: PlacementPolicy
-    device_bytes: int
-    host_bytes: int
-    precision: Precision
-    overlap: Overlap
-    link_bytes_per_second: int
-    """0: memory's own speed."""
-    chunk_bytes: int
-    """0: search."""
-    max_prefetch: int
-    offload_optim_frac: float
-    offload_param_frac: float
-    warmup_non_model_data_ratio: float
-    steady_cuda_cap_ratio: float
-    gpu_margin_mem_ratio: float | None
-    """None: placement_policy "auto" chooses."""
-    max_norm: float
-    """0: no clipping."""
-    nonfinite: NonFinite
-    loss_scaler: LossScalerConfig
-    trace_file: Path | None
-    optim_state_format: StateFormat | None
-    """None: what the optimizer says, or else the precision's default."""
-    seed: int | None
-    """Seed of the stochastic rounding of moments; None: the optimizer's, or else 0."""
-    nvme_paths: tuple[Path, ...] = ()
-    """Directories of the NVMe tier; none: what the optimizer says, or else no such tier."""
-    nvme_bytes: int | None = None
-    """Bytes that the tier may hold; None: as much as the disks have."""
-    nvme_offload_fraction: float | None = None
-    """Share of the optimizer state that goes there at least; None: what the host cannot hold."""
+    nvme_offload_fraction: Fraction | None = None
+    """Least share of the optimizer state on NVMe, in [0, 1]. Default: HybridAdam's, or else what
+    does not fit host_memory."""
     nvme_verify: bool = True
-    keep_fp32: tuple[str | type[nn.Module], ...] = ()
-    """Parameters that stay float32 in 16-bit precisions: patterns of names, or classes."""
+    """Whether reads from NVMe are compared with checksums of what was written."""
+    optim_state_format: StateFormat | None = None
+    """Format of Adam's state: "fp32", or with precision="bf16" "split", "split_bf16" or
+    "split_int8". They take 12, 10, 6 or 4 bytes a parameter beside weight and gradient. SGD and
+    Lion have the first two, and keep less. "split" takes the same steps as "fp32" bit for bit.
+    Default: HybridAdam's, or else "split" for bf16, else "fp32"."""
+    seed: Annotated[int, _check_seed] | None = None
+    """Seed of the stochastic rounding in "split_bf16" and "split_int8"; the same seed gives the
+    same bits. Default: HybridAdam's, or else 0."""
+    max_norm: Annotated[float, at_least(0)] = 0.0
+    """L2 norm to which step clips gradients; 0: no clipping."""
+    nonfinite: NonFinite = "skip"
+    """Reaction of step to NaN and infinite gradients: "skip" leaves the update out, counts it and
+    warns once; "raise" raises; "ignore" updates as plain torch does. fp16 always skips."""
+    tile_logits: Annotated[TileLogits, _check_tile_logits] = "auto"
+    """Whether losses of the output embedding's logits are computed in tiles of rows, forward and
+    backward, so that the full logits are never in memory. Such losses are cross-entropy, and others
+    of single rows (log-probabilities, entropies); other uses of the logits get their values. True,
+    False, or the most rows of a tile. "auto": where tiles save at least 1 MiB and 1/16 of
+    device_memory. One tile gives the bits of plain PyTorch. With more, the loss and the output
+    embedding's gradient are sums in another order."""
     gather_embeddings: bool = False
-    """Whether embeddings stay in host memory, where forward reads the rows that it looks up."""
-    tile_logits: TileLogits = "auto"
-    """Whether, or in how many rows at once, the loss computes the logits."""
-    activations: Activations = "keep"
-    """Treatment of what the model's blocks save for backward."""
-    activations_by_default: bool = False
-    """Whether castor chose "auto" where nobody asked: what that cannot do stays as it is."""
+    """Whether weights of nn.Embedding modules stay in host memory, where forward reads the rows
+    that it looks up; a GPU reads them over its link. The other rows then need no device memory and
+    no copy. This pays where a batch has far fewer tokens than the vocabulary. A weight tied to
+    another module comes to the device for that module. Same bits. For "auto" and "cpu"."""
+    max_prefetch: Annotated[int, at_least(0)] = 1
+    """Number of chunks that may be fetched ahead of their use."""
+    warmup_non_model_data_ratio: Annotated[Fraction, _check_room_for_chunks] = 0.8
+    """Share of the device budget that chunks leave free before there is a trace."""
+    steady_cuda_cap_ratio: Annotated[Fraction, _check_room_for_plans] = 1.0
+    """Share of the device budget that plans use. Default 1.0: accounting is exact."""
+    gpu_margin_mem_ratio: Fraction | None = None
+    """With "auto": share, in [0, 1], of the device memory that activations and temporaries leave
+    free after the first steps. Resident chunks, with their gradients and optimizer states, may take
+    this share. 0.0: all chunks stay on the host. Default: as much as makes nothing else wait."""
+    trace_file: Annotated[str | Path, _check_path] | None = None
+    """Trace written by Booster.save_trace; with it the first step runs by plan."""
     zero_stage: ZeroStage = "auto"
-    """ZeRO stage that several ranks run at least."""
-    extra_dp_size: int = 1
-    """Copies of the weights that they keep in shards."""
-    device: str = "cpu"
-    """Device that the model computes on: "cpu" or a GPU such as "cuda:0"."""
+    """Least ZeRO stage of several ranks, which shard with 1: masters and optimizer states; 2:
+    gradients too; 3: weights too. "auto" takes the stage that costs no exchange: 3 where ranks
+    share memory, and so have one copy of weights and gradients, and 1 elsewhere. Stage 2 between
+    ranks that share no memory keeps a rank's shard of every chunk's gradients in host_memory. A
+    chunk's full gradients are there until all ranks have theirs, and while p.grad is read. Stage 3
+    also shards the weights: a rank reads the other shards when it needs the chunk, through a window
+    of four chunks, and weights change in step and in loads alone. report().zero_stage is the stage
+    that runs."""
+    extra_dp_size: Annotated[int, at_least(1)] = 1
+    """Number of replicas of the weights that n ranks keep with zero_stage=3 where they share no
+    memory (HSDP). Each replica is sharded over n / extra_dp_size neighbouring ranks, and a rank
+    reads from its neighbours alone. It keeps extra_dp_size / n of the weights in host_memory.
+    Gradients and optimizer states stay sharded over all ranks. Same bits. Ranks that share memory
+    keep one replica on each machine; the number of machines is accepted there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeminiArguments(GeminiSettings):
+    """Arguments of GeminiPlugin, as a user gives them; `GeminiConfig` is what they come to."""
+
+    placement_policy: PlacementPolicy | None = None
+    """"auto" keeps on the device what fits by the trace of the first steps: chunks with their
+    optimizer state, where memory is spare. "cpu" streams all chunks, "cuda" keeps all of them on
+    the device, and "static" places them by the offload fractions. Default: "auto"."""
+    tensor_placement_policy: PlacementPolicy | None = None
+    """Older name of placement_policy."""
+    device: str | torch.device | None = None
+    """Device that the model computes on: "cuda", "cuda:1" or "cpu". Default: "cuda" when there is a
+    GPU, else "cpu". On several ranks "cuda" is the GPU that the launcher's LOCAL_RANK names, and
+    torch's current device from then on. Build the model on the CPU: boost moves its parameters and
+    buffers, and each forward moves its inputs."""
+    device_memory: Size | None = None
+    """Device budget of all models boosted with the plugin: bytes, or a size such as "24GiB". On a
+    GPU all memory that torch allocates counts, and torch.cuda.set_per_process_memory_fraction
+    applies too; the default is 95% of what is free or cached by torch. On the CPU device the
+    default is a quarter of the usable memory, or what host_memory leaves of it, and at least an
+    eighth. Usable is the memory available now to the machine and to each cgroup around this
+    process, less a tenth (384 MiB to 8 GiB) for the process itself."""
+    host_memory: Size | None = None
+    """Budget of the host tier, in bytes or as a size; on a GPU it is page-locked. Default: the
+    usable memory. Beside the CPU device the default is three quarters of it, or what device_memory
+    leaves, and at least an eighth. Budgets above the memory of the machine or cgroup are accepted
+    with a RuntimeWarning at boost."""
+    precision: Precision | None = None
+    """"fp32", "bf16" or "fp16" (with a dynamic loss scale). The 16-bit precisions keep exact fp32
+    master weights. Default: "fp32" on the CPU, "bf16" on CUDA, with a RuntimeWarning at boost for a
+    model in another 16-bit type. Parameters and persistent floating-point buffers are converted,
+    with three exceptions that stay float32: tensors that `from_pretrained(dtype=...)` of
+    transformers keeps so (routers, correction biases, sinks), float32 tensors of a model that is
+    16-bit already, and keep_fp32."""
+    keep_fp32: Annotated[Sequence[str | type[nn.Module]], _check_keep_fp32] = ()
+    """Further tensors that stay float32, and train so, in a 16-bit precision. Entries are patterns
+    of names of parameters, buffers or modules, such as ``"*.gate"``, or classes of modules. A
+    module stands for all tensors in it. Its forward has to take inputs of the precision, as in
+    plain PyTorch."""
+    offload_optim_frac: Fraction | None = None
+    """With "static": share of the optimizer state, with gradients, on the host."""
+    offload_param_frac: Fraction | None = None
+    """With "static": share of parameters that stream; needs offload_optim_frac=1.0."""
+    shard_param_frac: Fraction = 1.0
+    """Share of parameters sharded over ranks, in [0, 1]. This version checks the value and does not
+    use it; see zero_stage."""
+    activations: Annotated[Activations, check_activations] | None = None
+    """Treatment of the tensors that the model's blocks save for backward. "keep": they stay, except
+    where the model's own gradient checkpointing drops them. "recompute": backward computes them
+    again. "offload": they wait in host memory. "recompute:mlp" and "offload:mlp" do so for the MLP
+    of each block only. "auto": as many blocks keep theirs as a profile of the first step says is
+    fastest in device_memory; the others are recomputed, or offloaded as far as host_memory has
+    room. A mapping from patterns of block names takes all but "auto", for instance
+    {"model.layers.*": "recompute", "model.layers.0": "keep"}; the last pattern that matches counts.
+    All of these give plain PyTorch's bits. "tile:4" runs the MLP of each block, forward and
+    backward, on a quarter of the rows at a time, and "recompute+tile:4" recomputes the rest of the
+    block as well: the same arithmetic, with gradients of weights that are sums in another order.
+    Default: "auto" where device_memory is given, else "keep". The default leaves a block alone
+    where an explicit "auto" raises: the block is compiled, writes a buffer, is passed a filled
+    cache or has hooks of the user's within. It also does nothing while all fits with ease, and
+    where the model's own gradient checkpointing is on."""
+    overlap: Overlap | None = None
+    """Time at which a fused optimizer updates the chunks. "none": inside step. "forward": beside
+    the work that follows step; the modules of the next forward, and any other reader of a weight,
+    wait for the chunks they need. "backward": as "forward", and chunks whose gradients are complete
+    are updated while backward goes on. The update may then not depend on what step learns, so
+    "backward" needs max_norm=0, nonfinite="ignore", no fp16 and enable_gradient_accumulation=False.
+    All give the same bits. Default: "forward" on a GPU where one fused optimizer holds all
+    parameters, else "none": the CPU device needs its cores for the model."""
+    enable_gradient_accumulation: bool = True
+    """False promises that step follows every backward, which overlap="backward" needs. It changes
+    nothing else: with either value gradients accumulate until zero_grad, as in torch."""
+    norm_type: Annotated[float, _check_norm_type] = 2.0
+    """Only 2.0."""
+    chunk_bytes: Size | None = None
+    """Size of a chunk: bytes or a size. Default: found by search."""
+    pin_memory: bool = False
+    """True requires page-locked host storage and needs a GPU. The value changes nothing else: host
+    storage is always page-locked on a GPU, and never on the CPU device."""
+    link_bandwidth: Bandwidth | None = None
+    """CPU device: bandwidth of an emulated link, to try what a GPU's link would do: bytes per
+    second, or "25GB/s". Parameters pass it on their way to the device and back, beside the compute.
+    Default: memory's own speed."""
+    nvme_path: Annotated[str | Path | Sequence[str | Path], parse_paths] | None = None
+    """Directory on an NVMe device, or several on different ones, for optimizer state that the host
+    has no room for. Each gets a preallocated file, removed at the end. Default: HybridAdam's, or
+    else no NVMe tier."""
+    nvme_memory: Size | None = None
+    """NVMe budget: bytes or a size. Default: what the disks have. A given budget is taken in full
+    at boost with activations="auto" or "offload": it then also holds activations that host_memory
+    has no room for."""
 
     def __post_init__(self) -> None:
-        _choice("placement_policy", self.placement_policy, get_args(PlacementPolicy))
-        _choice("precision", self.precision, get_args(Precision))
-        _choice("overlap", self.overlap, get_args(Overlap))
-        _choice("nonfinite", self.nonfinite, get_args(NonFinite))
+        super().__post_init__()
+        given = (self.placement_policy, self.tensor_placement_policy)
+        if None not in given and given[0] != given[1]:
+            raise ValueError(
+                f"placement_policy={given[0]!r} and tensor_placement_policy={given[1]!r} "
+                "contradict each other; give one"
+            )
+        if self.policy != "static" and (
+            self.offload_optim_frac is not None or self.offload_param_frac is not None
+        ):
+            raise ValueError(
+                "offload_optim_frac and offload_param_frac belong to placement_policy='static'; "
+                f"{self.policy!r} decides by itself"
+            )
+        if self.overlap == "backward" and self.enable_gradient_accumulation:
+            raise ValueError(
+                "overlap='backward' updates chunks in the first backward of a step; pass "
+                "enable_gradient_accumulation=False, or overlap='forward' to accumulate"
+            )
+
+    @property
+    def policy(self) -> PlacementPolicy:
+        """The placement policy, given under its name or its older one."""
+        return self.placement_policy or self.tensor_placement_policy or "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeminiConfig(GeminiSettings):
+    """Settings of a boosted model: GeminiPlugin's arguments with what the machine decides."""
+
+    device: str
+    """Device that the model computes on: "cpu" or a GPU such as "cuda:0"."""
+    device_bytes: int
+    host_bytes: int
+    placement_policy: PlacementPolicy
+    offload_optim_frac: float
+    offload_param_frac: float
+    precision: Precision
+    keep_fp32: tuple[str | type[nn.Module], ...]
+    activations: Activations
+    activations_by_default: bool
+    """Whether castor chose "auto" where nobody asked: what that cannot do stays as it is."""
+    overlap: Overlap
+    chunk_bytes: int
+    """0: search."""
+    link_bytes_per_second: int
+    """0: memory's own speed."""
+    nvme_paths: tuple[Path, ...]
+    """Directories of the NVMe tier; none: what the optimizer says, or else no such tier."""
+    nvme_bytes: int | None
+    """Bytes that the tier may hold; None: as much as the disks have."""
+
+    @property
+    def loss_scaler(self) -> LossScalerConfig:
+        """The settings of the loss scale alone."""
+        return LossScalerConfig(**values_of(self, LossScalerConfig))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.overlap == "backward" and (
             self.max_norm > 0 or self.nonfinite != "ignore" or self.precision == "fp16"
         ):
@@ -196,56 +340,31 @@ class GeminiConfig:
                 f"max_norm={self.max_norm}, nonfinite={self.nonfinite!r}, "
                 f"precision={self.precision!r}; overlap='forward' has no such limits"
             )
-        _whole_numbers(max_prefetch=self.max_prefetch)
-        _at_least("max_prefetch", self.max_prefetch, 0)
-        _at_least("max_norm", self.max_norm, 0.0)
-        check_fraction("offload_optim_frac", self.offload_optim_frac)
-        check_fraction("offload_param_frac", self.offload_param_frac)
-        check_fraction("warmup_non_model_data_ratio", self.warmup_non_model_data_ratio)
-        if self.warmup_non_model_data_ratio == 1.0:
-            raise ValueError("warmup_non_model_data_ratio is 1; chunks need some of the device")
-        check_fraction("steady_cuda_cap_ratio", self.steady_cuda_cap_ratio)
-        if self.steady_cuda_cap_ratio == 0.0:
-            raise ValueError("steady_cuda_cap_ratio is 0; plans need some of the device")
-        if self.gpu_margin_mem_ratio is not None:
-            check_fraction("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio)
-            if self.gpu_margin_mem_ratio > 0 and self.placement_policy != "auto":
-                raise ValueError(
-                    f"gpu_margin_mem_ratio={self.gpu_margin_mem_ratio} bounds the chunks that "
-                    "placement_policy='auto' keeps resident on the device, and "
-                    f"{self.placement_policy!r} keeps none; leave it out"
-                )
-        if not isinstance(self.gather_embeddings, bool):
-            raise TypeError(f"gather_embeddings is {self.gather_embeddings!r}; give a bool")
+        if self.gpu_margin_mem_ratio and self.placement_policy != "auto":
+            raise ValueError(
+                f"gpu_margin_mem_ratio={self.gpu_margin_mem_ratio} bounds the chunks that "
+                "placement_policy='auto' keeps resident on the device, and "
+                f"{self.placement_policy!r} keeps none; leave it out"
+            )
         if self.gather_embeddings and self.placement_policy in ("cuda", "static"):
             raise ValueError(
                 "gather_embeddings=True leaves embeddings on the host, and placement_policy="
                 f"{self.placement_policy!r} says itself what is there; use 'auto' or 'cpu'"
             )
-        _check_keep_fp32(self.keep_fp32, self.precision)
-        _check_tile_logits(self.tile_logits)
-        _check_zero_stage(self.zero_stage)
-        _whole_numbers(extra_dp_size=self.extra_dp_size)
-        _at_least("extra_dp_size", self.extra_dp_size, 1)
-        check_activations(self.activations)
+        if self.keep_fp32 and self.precision == "fp32":
+            raise ValueError(
+                "keep_fp32 names what stays float32 in a 16-bit precision, and precision is "
+                "'fp32', in which everything does: leave it out, or give precision='bf16' or 'fp16'"
+            )
         if self.optim_state_format is not None:
-            _choice("optim_state_format", self.optim_state_format, get_args(StateFormat))
             check_format_of_precision(
                 f"optim_state_format={self.optim_state_format!r}",
                 self.optim_state_format,
                 self.precision,
             )
-        if self.nvme_offload_fraction is not None:
-            check_fraction("nvme_offload_fraction", self.nvme_offload_fraction)
-        if not isinstance(self.nvme_verify, bool):
-            raise TypeError(f"nvme_verify is {self.nvme_verify!r}; give a bool")
         if not self.nvme_paths and (
             self.nvme_bytes is not None or self.nvme_offload_fraction is not None
         ):
             raise ValueError(
                 "nvme_memory and nvme_offload_fraction need nvme_path, a directory on the device"
             )
-        if self.seed is not None:
-            _whole_numbers(seed=self.seed)
-            if not 0 <= self.seed < 2**64:
-                raise ValueError(f"seed is {self.seed}; it must lie in [0, 2**64)")

@@ -1,45 +1,115 @@
-"""Resolves arguments of GeminiPlugin that have two names, or that an optimizer may give too."""
+"""Takes the arguments of plugins, and resolves those of GeminiPlugin."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
-from torch import nn
+import torch
 from torch.optim import Optimizer
 
-from castor.config import GeminiConfig, parse_paths
+from castor.config import (
+    GeminiArguments,
+    GeminiConfig,
+    GeminiSettings,
+    parse_bandwidth,
+    parse_bytes,
+    parse_paths,
+    values_of,
+)
+from castor.config.declared import types_of
+from castor.plugins.not_yet import check_not_yet
+
+Plugin = TypeVar("Plugin")
+Arguments = TypeVar("Arguments")
+Given = ParamSpec("Given")
 
 
-def policy_of(placement: str | None, tensor_placement: str | None) -> str:
-    """Returns the placement policy, given under its name or its older one.
+def takes(
+    kind: Callable[Given, Arguments],
+) -> Callable[[Callable[[Plugin, Arguments], None]], Callable[Concatenate[Plugin, Given], None]]:
+    """Makes a plugin's __init__ take the fields of a dataclass as its arguments.
+
+    Type checkers and inspect.signature see the dataclass's own signature. __init__ is called with
+    the dataclass, whose checks have passed. Names that are no fields go to `check_not_yet`.
+
+    Args:
+        kind: The dataclass.
+    """
+
+    def decorate(
+        init: Callable[[Plugin, Arguments], None],
+    ) -> Callable[Concatenate[Plugin, Given], None]:
+        @functools.wraps(init)
+        def take(self: Any, /, *positional: Any, **given: Any) -> None:
+            others = given.keys() - types_of(kind).keys()
+            check_not_yet(type(self), {name: given.pop(name) for name in others})
+            init(self, kind(*positional, **given))
+
+        take.__signature__ = _signature(kind)  # type: ignore[attr-defined]
+        return take
+
+    return decorate
+
+
+def _signature(kind: Any) -> inspect.Signature:
+    """Returns the signature of an __init__ that takes a dataclass's fields, and those not yet."""
+    fields, types = inspect.signature(kind).parameters, get_type_hints(kind)
+    return inspect.Signature(
+        [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
+            *(fields[name].replace(annotation=types[name]) for name in types_of(kind)),
+            inspect.Parameter("not_yet", inspect.Parameter.VAR_KEYWORD, annotation=Any),
+        ]
+    )
+
+
+def resolved(
+    arguments: GeminiArguments, device: torch.device, device_bytes: int, host_bytes: int
+) -> GeminiConfig:
+    """Returns the settings that arguments come to on a device with these budgets.
 
     Raises:
-        ValueError: Both are given and contradict each other.
+        ValueError: An argument does not go with the device, or two contradict each other.
     """
-    if placement is not None and tensor_placement is not None and placement != tensor_placement:
+    on_gpu, bandwidth = device.type != "cpu", arguments.link_bandwidth
+    if arguments.pin_memory and not on_gpu:
+        raise ValueError("pin_memory=True needs device='cuda'; the CPU device copies nothing")
+    if bandwidth is not None and on_gpu:
         raise ValueError(
-            f"placement_policy={placement!r} and tensor_placement_policy={tensor_placement!r} "
-            "contradict each other; give one"
+            "link_bandwidth emulates a link on the CPU device, and a GPU has its own; leave it "
+            "out, or pass device='cpu'"
         )
-    return placement or tensor_placement or "auto"
+    by_default = "keep" if arguments.device_memory is None else "auto"
+    return GeminiConfig(
+        **values_of(arguments, GeminiSettings),
+        device=str(device),
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        placement_policy=arguments.policy,
+        offload_optim_frac=arguments.offload_optim_frac or 0.0,
+        offload_param_frac=arguments.offload_param_frac or 0.0,
+        precision=arguments.precision or ("bf16" if on_gpu else "fp32"),
+        keep_fp32=tuple(arguments.keep_fp32),
+        activations=by_default if arguments.activations is None else arguments.activations,
+        activations_by_default=arguments.activations is None,
+        overlap=arguments.overlap or ("forward" if on_gpu else "none"),
+        chunk_bytes=size_of(arguments, "chunk_bytes") or 0,
+        link_bytes_per_second=(
+            0 if bandwidth is None else parse_bandwidth(bandwidth, "link_bandwidth")
+        ),
+        nvme_paths=parse_paths(arguments.nvme_path, "nvme_path"),
+        nvme_bytes=size_of(arguments, "nvme_memory"),
+    )
 
 
-def checked_names(keep_fp32: object) -> tuple[str | type[nn.Module], ...]:
-    """Returns the entries of `keep_fp32`.
-
-    Raises:
-        TypeError: `keep_fp32` is no sequence of patterns and classes of modules.
-    """
-    asked = "give a list of patterns of names and of classes of modules, ['*.gate']"
-    if isinstance(keep_fp32, str) or not isinstance(keep_fp32, Sequence):
-        raise TypeError(f"keep_fp32 is {keep_fp32!r}; {asked}")
-    for entry in keep_fp32:
-        if not isinstance(entry, str) and not (
-            isinstance(entry, type) and issubclass(entry, nn.Module)
-        ):
-            raise TypeError(f"keep_fp32 has {entry!r}; {asked}")
-    return tuple(keep_fp32)
+def size_of(arguments: GeminiArguments, name: str) -> int | None:
+    """Returns the bytes of an argument that is a size; None: it was not given."""
+    size = getattr(arguments, name)
+    return None if size is None else parse_bytes(size, name)
 
 
 def with_nvme_of(config: GeminiConfig, optimizers: Sequence[Optimizer]) -> GeminiConfig:

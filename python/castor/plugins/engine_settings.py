@@ -97,7 +97,7 @@ def engine_settings(
         device=torch.device(config.device),
         link_bytes_per_second=config.link_bytes_per_second,
         gather_embeddings=config.gather_embeddings,
-        trace_file=config.trace_file,
+        trace_file=None if config.trace_file is None else Path(config.trace_file),
         nvme_directory=config.nvme_paths[0] if config.nvme_paths else None,
         ranks=layout.data,
         reads=reads,

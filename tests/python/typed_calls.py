@@ -1,0 +1,12 @@
+"""Calls that mypy accepts, and calls that it refuses: an ignore that is not needed is an error."""
+
+from castor import GeminiPlugin
+
+
+def calls() -> None:
+    GeminiPlugin(device_memory="22GiB", precision="bf16", nvme_path=["/mnt/a"], zero_stage=3)
+    GeminiPlugin(keep_fp32=["*.gate"], activations={"*": "keep"}, max_norm=1)
+    GeminiPlugin(device_memory=1.5)  # type: ignore[arg-type]
+    GeminiPlugin(precision="bf17")  # type: ignore[arg-type]
+    GeminiPlugin(devise_memory="22GiB")  # type: ignore[call-arg]
+    GeminiPlugin("22GiB")  # type: ignore[arg-type, call-arg]
