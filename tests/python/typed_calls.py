@@ -1,6 +1,6 @@
 """Calls that mypy accepts, and calls that it refuses: an ignore that is not needed is an error."""
 
-from castor import GeminiPlugin
+from castor import GeminiPlugin, HybridParallelPlugin
 
 
 def calls() -> None:
@@ -10,3 +10,7 @@ def calls() -> None:
     GeminiPlugin(precision="bf17")  # type: ignore[arg-type]
     GeminiPlugin(devise_memory="22GiB")  # type: ignore[call-arg]
     GeminiPlugin("22GiB")  # type: ignore[arg-type, call-arg]
+    HybridParallelPlugin("auto", device_memory="22GiB")
+    HybridParallelPlugin(tp_size=2, pp_style="zbv", tp_plan={"layers.*": "colwise"})
+    HybridParallelPlugin(tp_size="2")  # type: ignore[arg-type]
+    HybridParallelPlugin(tensor_size=2)  # type: ignore[call-arg]
