@@ -99,10 +99,11 @@ def run(
     host_memory: memory_options.HostMemory = None,
     device: memory_options.Device = None,
     precision: Annotated[
-        str | None, typer.Option(help="fp32, bf16 or fp16. Default: what the script says.")
+        str | None,
+        typer.Option(help=f"{memory_options.help_of('precision')} Default: what the script says."),
     ] = None,
     activations: Annotated[
-        str | None, typer.Option(help="keep, recompute, offload or auto; see GeminiPlugin.")
+        str | None, typer.Option(help=memory_options.help_of("activations"))
     ] = None,
     nvme: memory_options.Nvme = None,
     config: Annotated[

@@ -8,12 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
-DeviceMemory = Annotated[str | None, typer.Option(help="Budget of the device, such as 22GiB.")]
-HostMemory = Annotated[str | None, typer.Option(help="Budget of the host, such as 48GiB.")]
-Device = Annotated[str | None, typer.Option(help="Where the model computes: cuda, cuda:1 or cpu.")]
+from castor.config import GeminiArguments
+from castor.config.declared import first_sentence
+
+
+def help_of(name: str) -> str:
+    """Returns the help of an option: the first sentence of the argument's text."""
+    return first_sentence(GeminiArguments, name)
+
+
+DeviceMemory = Annotated[str | None, typer.Option(help=help_of("device_memory"))]
+HostMemory = Annotated[str | None, typer.Option(help=help_of("host_memory"))]
+Device = Annotated[str | None, typer.Option(help=help_of("device"))]
 Nvme = Annotated[
-    list[str] | None,
-    typer.Option(help="A directory on an NVMe device; may be given several times."),
+    list[str] | None, typer.Option(help=f"{help_of('nvme_path')} May be given several times.")
 ]
 Settings = Annotated[
     list[str] | None,

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+import typer
 
 import castor
+from castor import cli
 from castor.config import GeminiArguments, GeminiConfig
 from castor.config.declared import (
     at_least,
@@ -21,6 +23,7 @@ from castor.config.declared import (
     texts_of,
     types_of,
 )
+from castor.config.settings import SIZES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,3 +133,19 @@ def test_without_sources_there_are_no_texts_and_castor_works(tmp_path: Path) -> 
     command = [sys.executable, "-OO", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [str(2**30)], done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "evaluate", "serve"])
+def test_options_of_commands_say_what_the_arguments_do(command: str) -> None:
+    options: Any = typer.main.get_command(cli.app).commands[command].params  # type: ignore[attr-defined]
+    helps = {option.name.replace("nvme", "nvme_path"): option.help for option in options}
+    shared = [name for name in types_of(GeminiArguments) if name in helps and name != "seed"]
+    assert {"device_memory", "host_memory", "device", "precision", "nvme_path"} <= set(shared)
+    for name in shared:
+        assert helps[name].startswith(first_sentence(GeminiArguments, name))
+
+
+def test_sizes_are_the_arguments_that_a_unit_belongs_to() -> None:
+    assert set(SIZES) == {
+        *("device_memory", "host_memory", "nvme_memory", "chunk_bytes", "link_bandwidth")
+    }

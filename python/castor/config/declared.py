@@ -31,6 +31,19 @@ def types_of(kind: type) -> Mapping[str, Any]:
     return {name: known[name] for base in kind.__mro__ for name in inspect.get_annotations(base)}
 
 
+def checked_by(kind: type, *checks: Callable[[Any, str], object]) -> list[str]:
+    """Returns the names of the fields whose types have one of these checks."""
+    return [
+        name
+        for name, declared in types_of(kind).items()
+        if {*checks} & {check for one in (declared, *get_args(declared)) for check in _checks(one)}
+    ]
+
+
+def _checks(kind: Any) -> tuple[Callable[[Any, str], object], ...]:
+    return getattr(kind, "__metadata__", ())
+
+
 @functools.cache
 def texts_of(kind: type) -> Mapping[str, str]:
     """Returns the texts of a dataclass's fields, each on one line, in the order of `types_of`.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from castor.config.block_choice import check_activations
-from castor.config.declared import at_least, check_fields, check_fraction, values_of
+from castor.config.declared import at_least, check_fields, check_fraction, checked_by, values_of
 from castor.config.names import (
     Activations,
     NonFinite,
@@ -226,20 +226,20 @@ class GeminiArguments(GeminiSettings):
     """Share of parameters sharded over ranks, in [0, 1]. This version checks the value and does not
     use it; see zero_stage."""
     activations: Annotated[Activations, check_activations] | None = None
-    """Treatment of the tensors that the model's blocks save for backward. "keep": they stay, except
-    where the model's own gradient checkpointing drops them. "recompute": backward computes them
-    again. "offload": they wait in host memory. "recompute:mlp" and "offload:mlp" do so for the MLP
-    of each block only. "auto": as many blocks keep theirs as a profile of the first step says is
-    fastest in device_memory; the others are recomputed, or offloaded as far as host_memory has
-    room. A mapping from patterns of block names takes all but "auto", for instance
-    {"model.layers.*": "recompute", "model.layers.0": "keep"}; the last pattern that matches counts.
-    All of these give plain PyTorch's bits. "tile:4" runs the MLP of each block, forward and
-    backward, on a quarter of the rows at a time, and "recompute+tile:4" recomputes the rest of the
-    block as well: the same arithmetic, with gradients of weights that are sums in another order.
-    Default: "auto" where device_memory is given, else "keep". The default leaves a block alone
-    where an explicit "auto" raises: the block is compiled, writes a buffer, is passed a filled
-    cache or has hooks of the user's within. It also does nothing while all fits with ease, and
-    where the model's own gradient checkpointing is on."""
+    """Treatment of the tensors that the model's blocks save for backward: "keep", "recompute",
+    "offload", "auto" or a mapping. "keep": they stay, except where the model's own gradient
+    checkpointing drops them. "recompute": backward computes them again. "offload": they wait in
+    host memory. "recompute:mlp" and "offload:mlp" do so for the MLP of each block only. "auto": as
+    many blocks keep theirs as a profile of the first step says is fastest in device_memory; the
+    others are recomputed, or offloaded as far as host_memory has room. A mapping from patterns of
+    block names takes all but "auto", for instance {"model.layers.*": "recompute", "model.layers.0":
+    "keep"}; the last pattern that matches counts. All give plain PyTorch's bits. "tile:4" runs the
+    MLP of each block, forward and backward, on a quarter of the rows at a time, and
+    "recompute+tile:4" recomputes the rest of the block as well: the same arithmetic, with gradients
+    of weights that are sums in another order. Default: "auto" where device_memory is given, else
+    "keep". The default leaves a block alone where an explicit "auto" raises: the block is compiled,
+    writes a buffer, is passed a filled cache or has hooks of the user's within. It also does
+    nothing while all fits with ease, and where the model's own gradient checkpointing is on."""
     overlap: Overlap | None = None
     """Time at which a fused optimizer updates the chunks. "none": inside step. "forward": beside
     the work that follows step; the modules of the next forward, and any other reader of a weight,
@@ -296,6 +296,10 @@ class GeminiArguments(GeminiSettings):
     def policy(self) -> PlacementPolicy:
         """The placement policy, given under its name or its older one."""
         return self.placement_policy or self.tensor_placement_policy or "auto"
+
+
+SIZES = checked_by(GeminiArguments, parse_bytes, parse_bandwidth)
+"""Arguments of GeminiPlugin that are sizes, which people give with a unit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from castor.config.settings import SIZES
 from castor.config.settings_file import read_settings_file
 from castor.errors import UsageError
 
-_SIZES = ("device_memory", "host_memory", "nvme_memory", "chunk_bytes", "link_bandwidth")
-"""Arguments of GeminiPlugin that are sizes, which need a unit on the command line."""
-_BUDGETS = ("device_memory", "host_memory", "nvme_memory")
+_BUDGETS = [name for name in SIZES if name.endswith("_memory")]
 _LEAST_BUDGET = 2**20
 """Least bytes of a budget that a file may give without a unit; smaller numbers mean GiB."""
 _WORDS = {"True": True, "False": False, "None": None}
@@ -68,7 +67,7 @@ def _read_value(name: str, text: str) -> Any:
         value = json.loads(text)
     except ValueError:
         return text
-    return text if name in _SIZES and not isinstance(value, str) else value
+    return text if name in SIZES and not isinstance(value, str) else value
 
 
 def check_paths(settings: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from castor.memory_options import read_options
+from castor.memory_options import help_of, read_options
 
 ModelPath = Annotated[
     Path, typer.Argument(help="A model folder, a folder of adapters, or a run (its last step).")
@@ -20,7 +20,7 @@ TokenizerPath = Annotated[
     Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer. Default: the model's.")
 ]
 Precision = Annotated[
-    str | None, typer.Option(help="fp32, bf16 or fp16. Default: that of the weights.")
+    str | None, typer.Option(help=f"{help_of('precision')} Default: that of the weights.")
 ]
 Config = Annotated[
     Path | None, typer.Option(help="GeminiPlugin's arguments in a file, JSON or YAML.")

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from castor.config import did_you_mean, parse_bytes
+from castor.config import did_you_mean
+from castor.config.settings import SIZES
 from castor.errors import UsageError
 from castor.integrations.check_settings import check_settings
 from castor.launch.settings import check_paths
@@ -22,8 +23,6 @@ Adapter = Literal["full", "lora", "qlora"]
 Scheduler = Literal["linear", "cosine", "constant", "constant_with_warmup"]
 Logger = Literal["tensorboard", "trackio"]
 
-_SIZES = ("device_memory", "host_memory", "nvme_memory", "chunk_bytes")
-"""Arguments of GeminiPlugin that are sizes, which need a unit in a recipe."""
 OF_PAIRS = ("dpo", "reward")
 """Methods that compare a chosen with a rejected answer."""
 LEARNING_RATES: dict[Method, float] = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-4, "pretrain": 3e-4}
@@ -285,11 +284,10 @@ class Recipe(_Section):
     @classmethod
     def _memory(cls, value: dict[str, Any]) -> dict[str, Any]:
         """Checks the settings as GeminiPlugin does; a size needs a unit."""
-        for name in _SIZES:
-            number = value.get(name)
-            if isinstance(number, int | float) and not isinstance(number, bool):
-                parse_bytes(str(number), name)  # says that it has no unit
-        check_settings(value)
+        numbers = {
+            name: str(value[name]) for name in SIZES if type(value.get(name)) in (int, float)
+        }
+        check_settings(value | numbers)  # a text without a unit is refused
         check_paths(value)
         return value
 
