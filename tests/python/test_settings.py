@@ -16,8 +16,8 @@ import castor
 from castor import cli
 from castor.config import GeminiArguments, GeminiConfig
 from castor.config.declared import (
+    Declared,
     at_least,
-    check_fields,
     documented,
     first_sentence,
     texts_of,
@@ -27,12 +27,9 @@ from castor.config.settings import SIZES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Base:
+class Base(Declared):
     steps: Annotated[int, at_least(1)] | None = None
     """Number of steps. Default: all."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)

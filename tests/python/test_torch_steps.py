@@ -299,7 +299,7 @@ def test_what_they_do_not_do_is_refused_by_name(
     [
         ("ddp", {"check_reduction": True}, NotImplementedError, "torch has deprecated it"),
         ("ddp", {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb is 0; it must be above 0"),
-        ("ddp", {"bucket_cap_mb": "25"}, TypeError, "give a number of MiB"),
+        ("ddp", {"bucket_cap_mb": "25"}, TypeError, "bucket_cap_mb is '25'; give a number"),
         ("ddp", {"static_graph": 1}, TypeError, "static_graph is 1; give True or False"),
         ("fsdp", {"sharding_strategy": 1}, NotImplementedError, "give reshard_after_forward"),
         ("fsdp", {"auto_wrap_policy": len}, NotImplementedError, "blocks are all-gathered one by"),

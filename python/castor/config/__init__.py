@@ -19,6 +19,7 @@ from castor.config.settings import (
     GeminiConfig,
     GeminiSettings,
     LossScalerConfig,
+    StepSettings,
     check_format_of_precision,
 )
 from castor.config.units import parse_bandwidth, parse_bytes, parse_paths
@@ -36,6 +37,7 @@ __all__ = [
     "PlacementPolicy",
     "Precision",
     "StateFormat",
+    "StepSettings",
     "TileLogits",
     "ZeroStage",
     "check_format_of_precision",

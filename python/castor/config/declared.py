@@ -14,7 +14,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -108,11 +108,15 @@ def values_of(settings: object, kind: type) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in types_of(kind)}
 
 
-def check_fields(settings: object) -> None:
-    """Raises TypeError or ValueError, naming the setting, unless each has a value of its type."""
-    declared: type = type(settings)
-    for name, kind in types_of(declared).items():
-        _check(getattr(settings, name), name, kind)
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """Base of dataclasses whose fields are settings: each must have a value of its type."""
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError, naming the setting, where a value is wrong."""
+        kind: type = type(self)
+        for name, declared in types_of(kind).items():
+            _check(getattr(self, name), name, declared)
 
 
 def _check(value: Any, name: str, kind: Any) -> None:

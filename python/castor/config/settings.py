@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from castor.config.block_choice import check_activations
-from castor.config.declared import at_least, check_fields, check_fraction, checked_by, values_of
+from castor.config.declared import Declared, at_least, check_fraction, checked_by, values_of
 from castor.config.names import (
     Activations,
     NonFinite,
@@ -85,7 +85,20 @@ def _check_tile_logits(value: object, name: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossScalerConfig:
+class StepSettings(Declared):
+    """Arguments of all plugins about the optimizer's step."""
+
+    max_norm: Annotated[float, at_least(0)] = 0.0
+    """L2 norm to which step clips gradients; 0: no clipping."""
+    norm_type: Annotated[float, _check_norm_type] = 2.0
+    """Only 2.0."""
+    nonfinite: NonFinite = "skip"
+    """Reaction of step to NaN and infinite gradients: "skip" leaves the update out, counts it and
+    warns once; "raise" raises; "ignore" updates as plain torch does. fp16 always skips."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScalerConfig(Declared):
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018, section 3.2)."""
 
     initial_scale: float = 2.0**16
@@ -104,7 +117,7 @@ class LossScalerConfig:
     """fp16: overflows before reduction."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if not 0 < self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
                 f"loss scales must satisfy 0 < min_scale <= initial_scale <= max_scale; got "
@@ -117,7 +130,7 @@ class LossScalerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeminiSettings(LossScalerConfig):
+class GeminiSettings(StepSettings, LossScalerConfig):
     """Arguments of GeminiPlugin that mean the same on every machine."""
 
     nvme_offload_fraction: Fraction | None = None
@@ -133,11 +146,6 @@ class GeminiSettings(LossScalerConfig):
     seed: Annotated[int, _check_seed] | None = None
     """Seed of the stochastic rounding in "split_bf16" and "split_int8"; the same seed gives the
     same bits. Default: HybridAdam's, or else 0."""
-    max_norm: Annotated[float, at_least(0)] = 0.0
-    """L2 norm to which step clips gradients; 0: no clipping."""
-    nonfinite: NonFinite = "skip"
-    """Reaction of step to NaN and infinite gradients: "skip" leaves the update out, counts it and
-    warns once; "raise" raises; "ignore" updates as plain torch does. fp16 always skips."""
     tile_logits: Annotated[TileLogits, _check_tile_logits] = "auto"
     """Whether losses of the output embedding's logits are computed in tiles of rows, forward and
     backward, so that the full logits are never in memory. Such losses are cross-entropy, and others
@@ -233,8 +241,8 @@ class GeminiArguments(GeminiSettings):
     many blocks keep theirs as a profile of the first step says is fastest in device_memory; the
     others are recomputed, or offloaded as far as host_memory has room. A mapping from patterns of
     block names takes all but "auto", for instance {"model.layers.*": "recompute", "model.layers.0":
-    "keep"}; the last pattern that matches counts. All give plain PyTorch's bits. "tile:4" runs the
-    MLP of each block, forward and backward, on a quarter of the rows at a time, and
+    "keep"}; the last pattern that matches counts. All of these give plain PyTorch's bits. "tile:4"
+    runs the MLP of each block, forward and backward, on a quarter of the rows at a time, and
     "recompute+tile:4" recomputes the rest of the block as well: the same arithmetic, with gradients
     of weights that are sums in another order. Default: "auto" where device_memory is given, else
     "keep". The default leaves a block alone where an explicit "auto" raises: the block is compiled,
@@ -251,8 +259,6 @@ class GeminiArguments(GeminiSettings):
     enable_gradient_accumulation: bool = True
     """False promises that step follows every backward, which overlap="backward" needs. It changes
     nothing else: with either value gradients accumulate until zero_grad, as in torch."""
-    norm_type: Annotated[float, _check_norm_type] = 2.0
-    """Only 2.0."""
     chunk_bytes: Size | None = None
     """Size of a chunk: bytes or a size. Default: found by search."""
     pin_memory: bool = False

@@ -30,14 +30,18 @@ Given = ParamSpec("Given")
 
 def takes(
     kind: Callable[Given, Arguments],
+    *,
+    others: Callable[[type, dict[str, Any]], None] = check_not_yet,
 ) -> Callable[[Callable[[Plugin, Arguments], None]], Callable[Concatenate[Plugin, Given], None]]:
     """Makes a plugin's __init__ take the fields of a dataclass as its arguments.
 
     Type checkers and inspect.signature see the dataclass's own signature. __init__ is called with
-    the dataclass, whose checks have passed. Names that are no fields go to `check_not_yet`.
+    the dataclass, whose checks have passed.
 
     Args:
         kind: The dataclass.
+        others: Called with the plugin's class and the arguments that are no fields. It raises
+            unless each is known and asks for nothing.
     """
 
     def decorate(
@@ -45,8 +49,8 @@ def takes(
     ) -> Callable[Concatenate[Plugin, Given], None]:
         @functools.wraps(init)
         def take(self: Any, /, *positional: Any, **given: Any) -> None:
-            others = given.keys() - types_of(kind).keys()
-            check_not_yet(type(self), {name: given.pop(name) for name in others})
+            unknown = [name for name in given if name not in types_of(kind)]
+            others(type(self), {name: given.pop(name) for name in unknown})
             init(self, kind(*positional, **given))
 
         take.__signature__ = _signature(kind)  # type: ignore[attr-defined]

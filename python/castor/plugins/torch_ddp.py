@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from castor.config import StepSettings, documented, values_of
+from castor.config.declared import Declared
 from castor.optim.optimizer_params import optimizer_params
 from castor.optim.torch_step import TorchStep
+from castor.plugins.arguments import takes
 from castor.plugins.replicated import (
     CastingForward,
     ReplicatedForward,
     ReplicatedModel,
     WrappedModule,
 )
-from castor.plugins.torch_settings import TorchPlugin
+from castor.plugins.torch_settings import TorchPlugin, check_precision, only_neutral
 from castor.runtime.process_groups import own_group
 from castor.runtime.ranks import Peers
 from castor.runtime.torch_model import TorchModel
@@ -30,6 +34,44 @@ _NEUTRAL: dict[str, tuple[object, str]] = {
 """Arguments of Colossal-AI's plugin that do nothing here."""
 
 
+def _check_bucket(value: float, name: str) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} is {value}; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPOptions(Declared):
+    """Options of DistributedDataParallel."""
+
+    broadcast_buffers: bool = True
+    """Whether rank 0's buffers become every rank's: before each forward with gradients, after each
+    step, and with the parameters at boost."""
+    bucket_cap_mb: Annotated[float, _check_bucket] = 25
+    """Size of the buckets in which gradients are sent, in MiB."""
+    find_unused_parameters: bool = False
+    """Whether a pass may leave parameters out. False: torch raises at the next forward where one
+    does."""
+    gradient_as_bucket_view: bool = False
+    """Whether gradients lie in the buckets."""
+    static_graph: bool = False
+    """Whether all passes use the same parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPArguments(DDPOptions, StepSettings):
+    """Arguments of TorchDDPPlugin, as a user gives them."""
+
+    device: str | torch.device | None = None
+    """Device that the model computes on: "cpu", "cuda" or "cuda:1". None: "cuda" if torch has a
+    GPU, else "cpu". With several ranks on a machine "cuda" is the GPU that LOCAL_RANK numbers.
+    Every rank needs a GPU of its own, torch's current device from boost on. Forwards move their
+    inputs there."""
+    precision: Annotated[str, check_precision] = "fp32"
+    """"fp32", or "bf16": forwards run under torch.autocast. Parameters, gradients and states are
+    float32."""
+
+
+@documented(DDPArguments)
 class TorchDDPPlugin(TorchPlugin):
     """Data-parallel replicas by DistributedDataParallel (Li et al. 2020, section 3).
 
@@ -37,28 +79,13 @@ class TorchDDPPlugin(TorchPlugin):
     gradients beside backward; castor adds clipping, skipped steps, checkpoints and data loaders. In
     one process the plugin trains as plain PyTorch does. The model, its gradients and its optimizer
     states have to fit in the device's memory: castor moves them there at boost, and nothing later.
+    With nonfinite="ignore" and max_norm=0 a step is torch's own and nothing else.
 
     Names of arguments are Colossal-AI's, or GeminiPlugin's; all are keyword-only.
 
     Args:
-        broadcast_buffers: Whether rank 0's buffers become every rank's: before each forward with
-            gradients, after each step, and with the parameters at boost.
-        bucket_cap_mb: Size of the buckets in which gradients are sent, in MiB.
-        find_unused_parameters: Whether a pass may leave parameters out. False: torch raises at the
-            next forward where one does.
-        gradient_as_bucket_view: Whether gradients lie in the buckets.
-        static_graph: Whether all passes use the same parameters.
-        device: Device that the model computes on: "cpu", "cuda" or "cuda:1". None: "cuda" if torch
-            has a GPU, else "cpu". With several ranks on a machine "cuda" is the GPU that LOCAL_RANK
-            numbers. Every rank needs a GPU of its own, torch's current device from boost on.
-            Forwards move their inputs there.
-        precision: "fp32", or "bf16": forwards run under torch.autocast. Parameters, gradients and
-            states are float32.
-        max_norm: L2 norm to which step clips gradients; 0: no clipping.
-        norm_type: Only 2.0.
-        nonfinite: Reaction of step to NaN and infinite gradients: "skip", "raise" or "ignore", as
-            in GeminiPlugin. "ignore" with max_norm=0 is torch's own step and nothing else.
-        **neutral: Arguments of Colossal-AI's plugin, accepted at the value that asks for nothing.
+        **arguments: The fields of DDPArguments, by name.
+        **not_yet: Arguments of Colossal-AI's plugin, accepted at the value that asks for nothing.
 
     Raises:
         ValueError: A value is out of range.
@@ -69,46 +96,12 @@ class TorchDDPPlugin(TorchPlugin):
         UsageError: There is no such GPU, or none for this rank, or this torch has no CUDA.
     """
 
-    def __init__(
-        self,
-        *,
-        broadcast_buffers: bool = True,
-        bucket_cap_mb: float = 25,
-        find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        device: str | torch.device | None = None,
-        precision: str = "fp32",
-        max_norm: float = 0.0,
-        norm_type: float = 2.0,
-        nonfinite: str = "skip",
-        **neutral: Any,
-    ) -> None:
-        super().__init__(
-            device=device,
-            precision=precision,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            nonfinite=nonfinite,
-            neutral=_NEUTRAL,
-            others=neutral,
-        )
-        flags = {
-            "broadcast_buffers": broadcast_buffers,
-            "find_unused_parameters": find_unused_parameters,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
-        }
-        for name, value in flags.items():
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} is {value!r}; give True or False")
-        if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float):
-            raise TypeError(f"bucket_cap_mb is {bucket_cap_mb!r}; give a number of MiB")
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be above 0")
-        if broadcast_buffers:  # torch's default, and deprecated as an argument from 2.13 on
-            del flags["broadcast_buffers"]
-        self._options: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, **flags}
+    @takes(DDPArguments, others=only_neutral(_NEUTRAL))
+    def __init__(self, arguments: DDPArguments) -> None:
+        self._resolve(arguments, arguments.device, arguments.precision)
+        self._options = values_of(arguments, DDPOptions)
+        if arguments.broadcast_buffers:  # torch's default, and deprecated as an argument from 2.13
+            del self._options["broadcast_buffers"]
 
     def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> TorchModel:
         """Takes model and optimizers over, in place. Booster.boost calls it.

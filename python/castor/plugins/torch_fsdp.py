@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from castor.config import StepSettings, documented
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.optimizer_params import optimizer_params
 from castor.optim.torch_step import TorchStep
+from castor.plugins.arguments import takes
 from castor.plugins.parallelize import check_states
 from castor.plugins.sharded import ShardedModel, check_divisible, groups_of, islands_of, repoint
-from castor.plugins.torch_settings import TorchPlugin
+from castor.plugins.torch_settings import TorchPlugin, check_precision, only_neutral
 from castor.runtime.peft_model import is_peft_model
 from castor.runtime.process_groups import lasting_group
 from castor.runtime.ranks import Peers, be_alone
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+else:  # torch.distributed.fsdp takes as long to import as all of castor
+    CPUOffloadPolicy = MixedPrecisionPolicy = Any
 
 _NEUTRAL: dict[str, tuple[object, str]] = {
     "process_group": (None, "all ranks shard the model"),
@@ -34,6 +39,38 @@ _NEUTRAL: dict[str, tuple[object, str]] = {
 """Arguments of Colossal-AI's plugin that do nothing here."""
 
 
+def _check_reshard(value: object, name: str) -> None:
+    if not isinstance(value, bool | int):
+        raise TypeError(f"{name} is {value!r}; give True, False, a number of ranks or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPArguments(StepSettings):
+    """Arguments of TorchFSDPPlugin, as a user gives them."""
+
+    reshard_after_forward: Annotated[bool | int, _check_reshard] | None = None
+    """Whether a block's parameters are sharded again after its forward, and gathered once more for
+    its backward. An integer: they are then sharded over that many ranks. None: True for blocks,
+    False for the parameters outside of them."""
+    cpu_offload: bool | CPUOffloadPolicy | None = None
+    """Whether shards wait on the host, where the optimizer steps: True, False or a torch
+    CPUOffloadPolicy. True on a GPU: in page-locked memory. On the CPU device they are there
+    anyway."""
+    mixed_precision: MixedPrecisionPolicy | None = None
+    """A torch MixedPrecisionPolicy, instead of precision."""
+    sync_module_states: bool = True
+    """Whether rank 0's values become every rank's at boost. False: each rank has made the same
+    values."""
+    device: str | torch.device | None = None
+    """Device that the model computes on, as in TorchDDPPlugin. On a GPU a block's full parameters
+    are moved there one block at a time, and leave shards."""
+    precision: Annotated[str, check_precision] | None = None
+    """"fp32", or "bf16": parameters are gathered and computed with in bfloat16, and gradients are
+    summed in float32. Shards and states are float32. Parameters that transformers keeps in float32
+    are gathered in float32. Default: "fp32"."""
+
+
+@documented(FSDPArguments)
 class TorchFSDPPlugin(TorchPlugin):
     """Sharded parameters, gradients and optimizer states by fully_shard (Zhao et al. 2023).
 
@@ -46,25 +83,8 @@ class TorchFSDPPlugin(TorchPlugin):
     Names of arguments are Colossal-AI's, fully_shard's or GeminiPlugin's; all are keyword-only.
 
     Args:
-        reshard_after_forward: Whether a block's parameters are sharded again after its forward, and
-            gathered once more for its backward. An integer: they are then sharded over that many
-            ranks. None: True for blocks, False for the parameters outside of them.
-        cpu_offload: Whether shards wait on the host, where the optimizer steps: True, False or a
-            torch CPUOffloadPolicy. True on a GPU: in page-locked memory. On the CPU device they are
-            there anyway.
-        mixed_precision: A torch MixedPrecisionPolicy, instead of precision.
-        sync_module_states: Whether rank 0's values become every rank's at boost. False: each rank
-            has made the same values.
-        device: Device that the model computes on, as in TorchDDPPlugin. On a GPU a block's full
-            parameters are moved there one block at a time, and leave shards.
-        precision: "fp32", or "bf16": parameters are gathered and computed with in bfloat16,
-            and gradients are summed in float32. Shards and states are float32. Parameters that
-            transformers keeps in float32 are gathered in float32. Default: "fp32".
-        max_norm: L2 norm to which step clips gradients; 0: no clipping.
-        norm_type: Only 2.0.
-        nonfinite: Reaction of step to NaN and infinite gradients: "skip", "raise" or "ignore", as
-            in TorchDDPPlugin.
-        **neutral: Arguments of Colossal-AI's plugin, accepted at the value that asks for nothing.
+        **arguments: The fields of FSDPArguments, by name.
+        **not_yet: Arguments of Colossal-AI's plugin, accepted at the value that asks for nothing.
 
     Raises:
         ValueError: A value is out of range, or precision and mixed_precision are both given.
@@ -75,32 +95,12 @@ class TorchFSDPPlugin(TorchPlugin):
         UsageError: There is no such GPU, or none for this rank, or this torch has no CUDA.
     """
 
-    def __init__(
-        self,
-        *,
-        reshard_after_forward: bool | int | None = None,
-        cpu_offload: bool | CPUOffloadPolicy | None = None,
-        mixed_precision: MixedPrecisionPolicy | None = None,
-        sync_module_states: bool = True,
-        device: str | torch.device | None = None,
-        precision: str | None = None,
-        max_norm: float = 0.0,
-        norm_type: float = 2.0,
-        nonfinite: str = "skip",
-        **neutral: Any,
-    ) -> None:
-        # Imported only here: it takes as long to import as all of castor.
+    @takes(FSDPArguments, others=only_neutral(_NEUTRAL))
+    def __init__(self, arguments: FSDPArguments) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-        super().__init__(
-            device=device,
-            precision=precision or "fp32",
-            max_norm=max_norm,
-            norm_type=norm_type,
-            nonfinite=nonfinite,
-            neutral=_NEUTRAL,
-            others=neutral,
-        )
+        precision, mixed_precision = arguments.precision, arguments.mixed_precision
+        self._resolve(arguments, arguments.device, precision or "fp32")
         if precision is not None and mixed_precision is not None:
             raise ValueError(
                 f"precision={precision!r} and mixed_precision both say what passes compute in; "
@@ -111,24 +111,18 @@ class TorchFSDPPlugin(TorchPlugin):
                 f"mixed_precision is a {type(mixed_precision).__name__}; give a "
                 "torch.distributed.fsdp.MixedPrecisionPolicy"
             )
+        cpu_offload = arguments.cpu_offload
         if not isinstance(cpu_offload, bool | CPUOffloadPolicy | None):
             raise TypeError(
                 f"cpu_offload is a {type(cpu_offload).__name__}; give True, False or a "
                 "torch.distributed.fsdp.CPUOffloadPolicy"
             )
-        if not isinstance(sync_module_states, bool):
-            raise TypeError(f"sync_module_states is {sync_module_states!r}; give True or False")
-        if not isinstance(reshard_after_forward, bool | int | None):
-            raise TypeError(
-                f"reshard_after_forward is {reshard_after_forward!r}; give True, False, a number "
-                "of ranks or None"
-            )
         if cpu_offload is True:
             cpu_offload = CPUOffloadPolicy(pin_memory=self.settings.device != "cpu")
-        self._sync_module_states = sync_module_states
+        self._sync_module_states = arguments.sync_module_states
         dtype = self.settings.compute_dtype
         self._options: dict[str, Any] = {
-            "reshard_after_forward": reshard_after_forward,
+            "reshard_after_forward": arguments.reshard_after_forward,
             "offload_policy": cpu_offload or OffloadPolicy(),
             "mp_policy": mixed_precision
             or MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),

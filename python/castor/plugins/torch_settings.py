@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from castor import _C
-from castor.config import NonFinite
+from castor.config import StepSettings, values_of
 from castor.distributed import data_rank_and_size
 from castor.errors import UsageError
 from castor.lazy import Materialisation, check_inactive
@@ -29,59 +29,30 @@ from castor.runtime.ranks import Peers, describe_parameters, rank_and_size
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 
 
-@dataclass(frozen=True, kw_only=True)
-class TorchSettings:
-    """Settings that TorchDDPPlugin and TorchFSDPPlugin have in common."""
-
-    device: str
-    """Type of the ranks' devices: "cpu" or "cuda"."""
-    precision: str
-    max_norm: float
-    nonfinite: NonFinite
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """Type that passes compute in; None: the parameters' own float32."""
-        return torch.bfloat16 if self.precision == "bf16" else None
+def check_precision(value: object, name: str) -> None:
+    """Raises ValueError or NotImplementedError unless torch's classes train in a precision."""
+    if value == "fp16":
+        raise NotImplementedError(
+            f"{name}='fp16' needs a loss scale, which plugins of torch's own classes do not have: "
+            "use 'bf16', or GeminiPlugin"
+        )
+    if value not in ("fp32", "bf16"):
+        raise ValueError(f"{name} is {value!r}; give 'fp32' or 'bf16'")
 
 
-class TorchPlugin:
-    """Base of plugins in which torch's own classes train; castor adds its loop and files."""
+def only_neutral(
+    neutral: Mapping[str, tuple[object, str]],
+) -> Callable[[type, dict[str, Any]], None]:
+    """Returns what refuses the arguments that a plugin does not take.
 
-    scales_loss = False
-    """No precision of these plugins needs a loss scale."""
+    Args:
+        neutral: Known arguments of Colossal-AI's plugin that do nothing here, by name: the value
+            that asks for nothing, and what to do instead.
+    """
 
-    def __init__(
-        self,
-        *,
-        device: str | torch.device | None,
-        precision: str,
-        max_norm: float,
-        norm_type: float,
-        nonfinite: str,
-        neutral: Mapping[str, tuple[object, str]],
-        others: Mapping[str, Any],
-    ) -> None:
-        """Checks the arguments.
-
-        Args:
-            device: See TorchDDPPlugin.
-            precision: See TorchDDPPlugin.
-            max_norm: See TorchDDPPlugin.
-            norm_type: See TorchDDPPlugin.
-            nonfinite: See TorchDDPPlugin.
-            neutral: Known arguments of Colossal-AI's plugin that do nothing here, by name: the
-                value that asks for nothing, and what to do instead.
-            others: All further arguments that the caller gave.
-
-        Raises:
-            ValueError: A value is out of range.
-            TypeError: A value has the wrong type, or an argument does not exist here.
-            NotImplementedError: An argument asks for something this version lacks.
-            UsageError: There is no such GPU, or none for this rank, or this torch has no CUDA.
-        """
-        name = type(self).__name__
-        for argument, value in others.items():
+    def check(plugin: type, arguments: dict[str, Any]) -> None:
+        name = plugin.__name__
+        for argument, value in arguments.items():
             if argument in neutral:
                 asks_for_nothing, instead = neutral[argument]
                 if value != asks_for_nothing:
@@ -95,28 +66,43 @@ class TorchPlugin:
                 )
             else:
                 raise TypeError(f"{name} has no argument {argument!r}")
-        if norm_type != 2.0:
-            raise NotImplementedError(f"norm_type={norm_type} is not supported; only 2.0 is")
-        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
-            raise TypeError(f"max_norm is {max_norm!r}; give a number")
-        if not max_norm >= 0.0:
-            raise ValueError(f"max_norm is {max_norm}; it must be at least 0")
-        if nonfinite not in ("skip", "raise", "ignore"):
-            raise ValueError(f"nonfinite is {nonfinite!r}; give 'skip', 'raise' or 'ignore'")
-        if precision == "fp16":
-            raise NotImplementedError(
-                f"precision='fp16' needs a loss scale, which {name} does not have: use 'bf16', or "
-                "GeminiPlugin"
-            )
-        if precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision is {precision!r}; give 'fp32' or 'bf16'")
+
+    return check
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchSettings(StepSettings):
+    """Settings that TorchDDPPlugin and TorchFSDPPlugin have in common."""
+
+    device: str
+    """Type of the ranks' devices: "cpu" or "cuda"."""
+    precision: str
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Type that passes compute in; None: the parameters' own float32."""
+        return torch.bfloat16 if self.precision == "bf16" else None
+
+
+class TorchPlugin:
+    """Base of plugins in which torch's own classes train; castor adds its loop and files."""
+
+    scales_loss = False
+    """No precision of these plugins needs a loss scale."""
+
+    def _resolve(
+        self, arguments: StepSettings, device: str | torch.device | None, precision: str
+    ) -> None:
+        """Chooses this rank's device, and makes the settings of the arguments.
+
+        Raises:
+            NotImplementedError: The device is neither a CPU nor a CUDA GPU.
+            UsageError: There is no such GPU, or none for this rank, or this torch has no CUDA.
+        """
         self.device = choose_torch_device(device)
         """Device of this rank; a GPU with its index."""
         self.settings = TorchSettings(
-            device=self.device.type,
-            precision=precision,
-            max_norm=float(max_norm),
-            nonfinite=cast("NonFinite", nonfinite),
+            **values_of(arguments, StepSettings), device=self.device.type, precision=precision
         )
 
     def prepare_dataloader(
