@@ -1,5 +1,6 @@
 """Data of recipes: formats, sources, and the data sets that a trainer gets."""
 
+import itertools
 import json
 import random
 from collections import Counter
@@ -322,6 +323,34 @@ def test_long_rows_are_cut_left_out_or_refused(tmp_path: Path) -> None:
     assert found.outcomes == {Outcome.KEPT: 1, Outcome.TOO_LONG: 1}
     with pytest.raises(ValueError, match=r"line 2 has \d+ tokens, and data\.max_length is 20"):
         prepare(data.model_copy(update={"truncation": "refuse"}), words, method="sft")
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_long_documents_become_several_sequences_that_predict_each_token_once(
+    tmp_path: Path, packing: bool
+) -> None:
+    words, limit = tokenizer(), 16
+    choice = random.Random(3)
+    texts = ["a", text(choice, 500), "b c", text(choice, 2000), text(choice, 900)]
+    path = written(tmp_path / "a.jsonl", [{"text": one} for one in texts])
+    ids = [[*words(one)["input_ids"], words.eos_token_id] for one in texts]
+    assert sum(len(one) > 3 * limit for one in ids) == 3
+    data = DataSection(
+        train=path, held_out=0, max_length=limit, packing=packing, loss_on="all",
+        truncation="split",
+    )  # fmt: skip
+    found = prepare(data, words, method="pretrain")
+    assert found.outcomes == {Outcome.KEPT: 2, Outcome.SPLIT: 3}
+    pieces = documents(found.train)
+    assert max(len(piece) for piece, _ in pieces) == limit
+    assert found.num_tokens == sum(len(piece) for piece, _ in pieces)
+    predicted = Counter(pair for piece, _ in pieces for pair in itertools.pairwise(piece))
+    assert predicted == Counter(pair for one in ids for pair in itertools.pairwise(one))
+    assert found.num_counted == sum(len(one) - 1 for one in ids)
+    assert all(labels[1:] == piece[1:] and labels[0] == -100 for piece, labels in pieces)
+    if not packing:  # pieces follow each other as they do in their documents
+        joined = [token for piece, _ in pieces for token in piece]
+        assert joined[:limit] == [*ids[0], *ids[1]][:limit]
 
 
 def test_sources_are_mixed_by_weight_after_rows_are_held_out(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from castor.recipes.data.packing import best_fit_decreasing, density, join
+from castor.recipes.data.packing import best_fit_decreasing, density, join, split
 
 
 def by_hand(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -50,3 +50,19 @@ def test_positions_restart_and_first_tokens_do_not_count() -> None:
 def test_density() -> None:
     assert density([3, 1, 2], 2, 4) == 0.75
     assert density([], 0, 4) == 0.0
+
+
+@pytest.mark.parametrize("capacity", [2, 3, 7])
+def test_pieces_of_a_document_overlap_by_the_token_that_none_of_them_predicts(
+    capacity: int,
+) -> None:
+    lengths = np.arange(1, 6 * capacity)
+    pieces = split(lengths, capacity)
+    assert pieces.lengths.max() == capacity
+    for document, length in enumerate(lengths.tolist()):
+        own = pieces.documents == document
+        begins, ends = pieces.begins[own], pieces.begins[own] + pieces.lengths[own]
+        assert begins[0] == 0
+        assert ends[-1] == length
+        assert (begins[1:] == ends[:-1] - 1).all()
+        assert (pieces.lengths[own] > 1).all() or length == 1

@@ -20,7 +20,12 @@ _DATA = """\
                           # megatron
   held_out: 0.02          # rows to evaluate on: a share, a number of rows, or a file
   max_length: {length:<11} # tokens of the longest sequence
+"""
+_CUT = """\
   truncation: right       # of a longer one; drop leaves it out, refuse is an error
+"""
+_SPLIT = """\
+  truncation: split       # of a longer one into several; or right, drop, refuse
 """
 _OF_TOKENS = """\
   packing: true           # several documents in a sequence, kept apart
@@ -53,8 +58,8 @@ method:
   seed: 0
 memory:                   # any argument of GeminiPlugin
   precision: bf16         # or fp32, fp16
-  # device_memory: 22GiB  # budgets; without them what is free
-  # host_memory: 48GiB
+  # device_memory: 22GiB  # budgets; castor train chooses those that are left out from what is
+  # host_memory: 48GiB    # free, and says so
   # activations: auto     # or keep, recompute, offload
   # nvme_path: /mnt/nvme  # for optimizer states that the host has no room for
 parallel:
@@ -96,6 +101,7 @@ def init(method: str, model: str, data: str) -> str:
     if looks_local and not path.exists() and not Path(f"{path}.idx").exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), data)
     rows = _DATA.format(data=_quoted(data), length=2048 if chosen != "dpo" else 1024)
+    rows += _SPLIT if chosen == "pretrain" else _CUT
     if chosen in ("sft", "pretrain"):
         rows += _OF_TOKENS
     if chosen == "sft":

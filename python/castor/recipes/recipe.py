@@ -105,8 +105,9 @@ class DataSection(_Section):
     """File with a chat template; None: the tokenizer's own."""
     max_length: Annotated[int, Field(ge=2)] = 2048
     """Tokens of the longest sequence."""
-    truncation: Literal["right", "drop", "refuse"] = "right"
-    """Treatment of a longer one: cut at its end, left out, or an error."""
+    truncation: Literal["right", "drop", "refuse", "split"] = "right"
+    """Treatment of a longer one: cut at its end, left out, an error, or split into several
+    sequences, as pretrain does by default."""
     packing: bool = True
     """Whether several documents share a sequence, apart from each other."""
     loss_on: Literal["assistant", "all"] = "assistant"
@@ -230,7 +231,8 @@ class Recipe(_Section):
     method: MethodSection
     train: TrainSection = Field(default_factory=TrainSection)
     memory: dict[str, Any] = Field(default_factory=dict)
-    """GeminiPlugin's arguments by name; precision is "bf16" by default."""
+    """GeminiPlugin's arguments by name; precision is "bf16" by default. "auto" gives none of them,
+    as a section that is left out does. `budgets.with_budgets` chooses the budgets that lack."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     log: LogSection = Field(default_factory=LogSection)
     evaluate: EvaluateSection | None = None
@@ -270,6 +272,13 @@ class Recipe(_Section):
             if "loss_on" in data.model_fields_set and data.loss_on == "assistant":
                 raise ValueError("data.loss_on: assistant is for sft: pretrain counts every token")
             data.loss_on = "all"
+            if "truncation" not in data.model_fields_set:
+                data.truncation = "split"
+        elif data.truncation == "split":
+            raise ValueError(
+                f"data.truncation: split is for pretrain: {method.name} trains on a row as a "
+                "whole; give right, drop or refuse"
+            )
         if method.adapter != "full" and method.lora is None:
             method.lora = LoraSection()
         if method.name == "dpo" and method.beta is None:
@@ -279,6 +288,11 @@ class Recipe(_Section):
             self.train.learning_rate = scale * LEARNING_RATES[method.name]
         self.memory.setdefault("precision", "bf16")
         return self
+
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        return {} if value == "auto" else value
 
     @field_validator("memory")
     @classmethod
@@ -404,7 +418,7 @@ class _Tree:
         place: Any = self.values
         for key in keys[:-1]:
             inner = place.get(key)
-            if inner is None:
+            if inner is None or (key, inner) == ("memory", "auto"):
                 inner = place[key] = {}
             if not isinstance(inner, dict):
                 raise RecipeError(f"--set {given}: {key} holds no settings of its own")

@@ -1,4 +1,4 @@
-"""Packs documents into rows of at most max_length tokens, each document whole and kept apart.
+"""Packs documents into rows of at most max_length tokens, kept apart from each other.
 
 Documents are taken from the longest to the shortest, and each goes into the fullest row that still
 has room for it (best-fit decreasing; Johnson 1974). Position ids restart at 0 in each document, by
@@ -8,6 +8,7 @@ model would predict it from the last token of the document before it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,40 @@ import numpy.typing as npt
 from castor.recipes.data import IGNORED
 
 Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Parts of documents, each of which fits into a row."""
+
+    documents: Integers
+    """Index of the document of each piece."""
+    begins: Integers
+    """First token of each piece in its document."""
+    lengths: Integers
+    """Tokens of each piece."""
+
+    @classmethod
+    def whole(cls, lengths: Integers) -> Pieces:
+        """Returns documents that are a piece each."""
+        return cls(np.arange(len(lengths)), np.zeros(len(lengths), np.int64), lengths)
+
+
+def split(lengths: Integers, capacity: int) -> Pieces:
+    """Splits documents that are longer than a row.
+
+    A piece begins with the last token of the piece before it, which no loss counts there: every
+    token but a document's first is predicted once, as from the stream of Megatron-LM's GPTDataset.
+
+    Args:
+        lengths: Tokens of each document, at least 1.
+        capacity: Tokens that a row holds, at least 2.
+    """
+    counts = np.maximum(-(-(lengths - 1) // (capacity - 1)), 1)
+    documents = np.repeat(np.arange(len(lengths)), counts)
+    numbers = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = numbers * (capacity - 1)
+    return Pieces(documents, begins, np.minimum(lengths[documents] - begins, capacity))
 
 
 def best_fit_decreasing(lengths: npt.ArrayLike, capacity: int) -> list[list[int]]:

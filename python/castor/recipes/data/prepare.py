@@ -12,7 +12,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,7 +33,7 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 
 ROWS_PER_PART = 20_000
 _ROWS_PER_BATCH = 1000
-_LAYOUT = 1
+_LAYOUT = 2
 """Version of the cached files; another one when their content changes for the same settings."""
 _MOST_NAMED = 5
 """Number of broken rows that are named."""
@@ -45,17 +45,19 @@ _STATISTICS = {name: datasets.Value("int32") for name in ("length", "counted", "
 
 
 class Outcome(IntEnum):
-    """Ends that the tokenising of a row can have; rows with the first two are trained on."""
+    """Ends that the tokenising of a row can have; rows with the first three are trained on."""
 
     KEPT = 0
     TRUNCATED = 1
-    TOO_LONG = 2
+    SPLIT = 2
+    """Longer than a sequence, by truncation: split several of them."""
+    TOO_LONG = 3
     """Left out, by truncation: drop."""
-    WITHOUT_LOSS = 3
+    WITHOUT_LOSS = 4
     """Left out: the loss would count none of its tokens, perhaps after truncation."""
-    BROKEN = 4
+    BROKEN = 5
     """Left out, by broken_rows: skip."""
-    BLANK = 5
+    BLANK = 6
     """A line of blanks, which is no row."""
 
 
@@ -192,7 +194,7 @@ class _Tokenised:
     @property
     def usable(self) -> Indices:
         """Indices of the rows that can be trained on."""
-        return np.flatnonzero(self.outcomes <= Outcome.TRUNCATED)
+        return np.flatnonzero(self.outcomes <= Outcome.SPLIT)
 
 
 def _split(rows: list[Indices], held_out: float, seed: int) -> tuple[list[Indices], list[Indices]]:
@@ -333,7 +335,8 @@ class _Work:
 
     def _columns(self, rows: list[tuple[str, Any]], found: list[Tokens | Outcome]) -> pa.Table:
         """Makes the columns of a batch; rows that are left out have no tokens in them."""
-        limit = self._data.max_length
+        splits = self._data.truncation == "split"
+        limit = np.iinfo(np.int32).max if splits else self._data.max_length
         ids, counted_ranges, end = [np.empty(0, np.int32)], list[tuple[int, int]](), 0
         borders, statistics = [0], list[tuple[int, int, int]]()
         for (place, _), tokens in zip(rows, found, strict=True):
@@ -348,7 +351,7 @@ class _Work:
             outcome = self._outcome(place, length)
             if outcome is not Outcome.TOO_LONG and not counted:
                 outcome = Outcome.WITHOUT_LOSS
-            if outcome <= Outcome.TRUNCATED:
+            if outcome <= Outcome.SPLIT:
                 ids.append(np.asarray(tokens.ids[:limit], np.int32))
                 counted_ranges += [(end + begin, end + last) for begin, last in ranges]
                 end += len(ids[-1])
@@ -370,6 +373,8 @@ class _Work:
         limit, truncation = self._data.max_length, self._data.truncation
         if length <= limit:
             return Outcome.KEPT
+        if truncation == "split":
+            return Outcome.SPLIT
         if truncation == "refuse":
             raise ValueError(
                 f"{place} has {length} tokens, and data.max_length is {limit}; raise it, or take "
@@ -455,56 +460,102 @@ class _Work:
         begins = np.cumsum([0, *(len(source.table) for source in sources)])[:-1]
         rows = np.concatenate([one + at for one, at in zip(chosen, begins, strict=True)])
         table = datasets.concatenate_datasets([source.table for source in sources])
-        lengths = np.concatenate([source.lengths for source in sources])[rows]
-        lengths = np.minimum(lengths, self._data.max_length).astype(np.int64)
+        lengths = np.concatenate([source.lengths for source in sources])[rows].astype(np.int64)
         counted = int(np.concatenate([source.counted for source in sources])[rows].sum())
-        num_tokens = int(lengths.sum())
-        if self._pairs or not self._data.packing:
+        limit, packs = self._data.max_length, self._data.packing and not self._pairs
+        splits = self._data.truncation == "split" and bool((lengths > limit).any())
+        if not packs and not splits:
             columns = _PARTS if self._pairs else ("input_ids", "labels")
             kept = table.select(rows).select_columns(list(columns))
-            return kept, _Figures(num_tokens, counted, None)
-        packed = packing.best_fit_decreasing(lengths, self._data.max_length)
-        order = np.random.default_rng([self._data.seed, 2]).permutation(len(packed))
-        plan = [rows[packed[at]] for at in order.tolist()]
-        key = _hash(*(source.key for source in sources), rows.tobytes().hex(), self._data.seed)
-        density = packing.density(lengths, len(packed), self._data.max_length)
-        return self._packed(table, plan, key, name), _Figures(num_tokens, counted, density)
+            return kept, _Figures(int(np.minimum(lengths, limit).sum()), counted, None)
+        if self._data.truncation == "split":
+            pieces = packing.split(lengths, limit)
+        else:
+            pieces = packing.Pieces.whole(np.minimum(lengths, limit))
+        plan: list[list[int]] = [[one] for one in range(len(pieces.lengths))]
+        density = None
+        if packs:
+            packed = packing.best_fit_decreasing(pieces.lengths, limit)
+            order = np.random.default_rng([self._data.seed, 2]).permutation(len(packed))
+            plan = [packed[at] for at in order.tolist()]
+            density = packing.density(pieces.lengths, len(packed), limit)
+        chosen_rows = xxhash.xxh3_128_hexdigest(rows.tobytes())
+        key = _hash(*(source.key for source in sources), chosen_rows, packs, self._data.seed)
+        pieces = replace(pieces, documents=rows[pieces.documents])
+        written = self._written(table, pieces, plan, key, name, packs=packs)
+        return written, _Figures(int(pieces.lengths.sum()), counted, density)
 
-    def _packed(
-        self, table: datasets.Dataset, plan: list[Indices], key: str, name: str
+    def _written(
+        self,
+        table: datasets.Dataset,
+        pieces: packing.Pieces,
+        plan: list[list[int]],
+        key: str,
+        name: str,
+        *,
+        packs: bool,
     ) -> datasets.Dataset:
-        """Writes packed rows."""
-        documents = table.select_columns(["input_ids", "labels"]).with_format("arrow")
+        """Writes rows, each of which joins the pieces that a plan says."""
+        documents = _Documents(table)
+        features = dict(_OF_TOKENS)
+        if packs:
+            features["position_ids"] = features["input_ids"]
 
-        def pack(_: dict[str, list[Any]], places: list[int]) -> pa.Table:
-            rows = [plan[place] for place in places]
-            taken = documents[np.concatenate(rows)]
-            ids, labels = (taken.column(column).combine_chunks() for column in taken.column_names)
-            lengths = np.asarray(ids.value_lengths(), np.int64)
-            flat = ids.flatten().to_numpy(), labels.flatten().to_numpy()
-            columns = [flat[0], *packing.join(*flat, lengths)]
-            borders = np.cumsum([0, *map(len, rows)])
-            ends = np.cumsum([0, *lengths])[borders]
-            names = ("input_ids", "labels", "position_ids")
-            lists = [_lists(ends, column) for column in columns]
-            return pa.table(dict(zip(names, lists, strict=True)))
+        def write(_: dict[str, list[Any]], places: list[int]) -> pa.Table:
+            chosen = [plan[place] for place in places]
+            taken = np.concatenate([np.asarray(one, np.int64) for one in chosen])
+            ids, labels = documents.read(pieces, taken)
+            columns = [ids, *packing.join(ids, labels, pieces.lengths[taken])]
+            borders = np.cumsum([0, *map(len, chosen)])
+            ends = np.cumsum([0, *pieces.lengths[taken]])[borders]
+            lists = [_lists(ends, column) for column in columns[: len(features)]]
+            return pa.table(dict(zip(features, lists, strict=True)))
 
         rows = in_memory({"row": np.arange(len(plan))}, key)
-        ids = _OF_TOKENS["input_ids"]
         folder = self.cache / key
         folder.mkdir(parents=True, exist_ok=True)
         return rows.map(
-            pack,
+            write,
             batched=True,
             with_indices=True,
             batch_size=_ROWS_PER_BATCH // 10,
             remove_columns=["row"],
-            features=datasets.Features({**_OF_TOKENS, "position_ids": ids}),
+            features=datasets.Features(features),
             cache_file_name=str(folder / f"{name}.arrow"),
             load_from_cache_file=True,
             new_fingerprint=f"{key}-{name}",
-            desc=f"pack rows ({name})",
+            desc=f"{'pack' if packs else 'split'} rows ({name})",
         )
+
+
+class _Documents:
+    """Token ids and labels of tokenised documents, read from where their files are mapped."""
+
+    def __init__(self, table: datasets.Dataset) -> None:
+        columns = [table.data.column(name).chunks for name in _OF_TOKENS]
+        self._parts = [
+            (ids.offsets.to_numpy(), ids.values.to_numpy(), labels.values.to_numpy())
+            for ids, labels in zip(*columns, strict=True)
+        ]
+        self._begins = np.cumsum([0, *map(len, columns[0])])
+
+    def read(
+        self, pieces: packing.Pieces, chosen: Indices
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Returns token ids and labels of the chosen pieces, one after the other."""
+        documents = pieces.documents[chosen]
+        parts = np.searchsorted(self._begins, documents, "right") - 1
+        places = documents - self._begins[parts]
+        slices = list[tuple[Any, Any]]()
+        for part, place, begin, length in zip(
+            parts.tolist(), places.tolist(), pieces.begins[chosen].tolist(),
+            pieces.lengths[chosen].tolist(), strict=True,
+        ):  # fmt: skip
+            offsets, ids, labels = self._parts[part]
+            first = int(offsets[place]) + begin
+            slices.append((ids[first : first + length], labels[first : first + length]))
+        ids, labels = (np.concatenate(one) for one in zip(*slices, strict=True))
+        return ids, labels
 
 
 def _lists(borders: npt.ArrayLike, flat: npt.NDArray[Any]) -> pa.ListArray:

@@ -145,6 +145,11 @@ def figures(prepared: Prepared, recipe: Recipe) -> list[str]:
         f"{limit:,} tokens, {counts[Outcome.WITHOUT_LOSS]:,} without a token that the loss counts",
         f"truncated: {counts[Outcome.TRUNCATED]:,} to {limit:,} tokens",
     ]
+    if counts[Outcome.SPLIT]:
+        lines.append(
+            f"split: {counts[Outcome.SPLIT]:,} longer rows into sequences of at most {limit:,} "
+            "tokens"
+        )
     lengths = prepared.lengths[prepared.lengths > 0]
     if len(lengths):
         quantiles = np.quantile(lengths, list(_QUANTILES.values()), method="inverted_cdf")
