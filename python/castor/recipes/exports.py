@@ -92,6 +92,7 @@ def write_export(asked: Export) -> str:
     check_vocabulary(words, weights.model, weights_folder)
     write = _gguf_file if asked.layout == "gguf" else _safetensors_files
     needed, fill, summary, told = write(asked, weights, words, out.name)
+    out.parent.mkdir(parents=True, exist_ok=True)
     with staged(out, needed) as staging:
         fill(staging)
         for pattern in _LEGAL:
@@ -161,6 +162,7 @@ def _write_adapters(asked: Export, adapters: Path, out: Path) -> str:
     if asked.dtype is not None:
         tensors = {key: _cast(one, DTYPES[asked.dtype]) for key, one in tensors.items()}
     needed = bytes_of(tensors) + OVERHEAD_BYTES
+    out.parent.mkdir(parents=True, exist_ok=True)
     with staged(out, needed) as staging:
         write_files(staging, {WEIGHTS: tensors})
         shutil.copyfile(adapters / CONFIG, staging / CONFIG)

@@ -552,6 +552,7 @@ class _Page:
         with gr.Row():
             tasks = gr.Textbox(label="Tasks, separated by commas", elem_id="tasks")
             name = gr.Textbox("evaluation", label="Name of the result")
+        options = gr.Textbox(label="Options of castor evaluate", elem_id="evaluate-options")
         [start] = _buttons("Evaluate (castor evaluate)")
         self._log(
             "evaluate-output",
@@ -560,11 +561,12 @@ class _Page:
         )
         table = gr.Dataframe(interactive=False, wrap=True, label="All evaluations")
 
-        def evaluated(model: str, tasks: str, name: str) -> Any:
+        def evaluated(model: str, tasks: str, name: str, options: str) -> Any:
             if not model or not tasks:
                 raise UsageError("choose a run or a model, and name tasks")
             to = self._place.path("evaluations", name, ".json").relative_to(self._place.root)
             command = ["evaluate", model, "--tasks", tasks, "--output", str(to)]
+            command += shlex.split(options)
             job = self._place.start("evaluate", model, command)
             while job.running:
                 time.sleep(_POLL_SECONDS)
@@ -573,7 +575,8 @@ class _Page:
         def tabled() -> pd.DataFrame:
             return evaluations(self._place.root / "evaluations")
 
-        self._on(start.click, evaluated, [model, tasks, name], table)
+        self._on(model.change, self._options, model, options)
+        self._on(start.click, evaluated, [model, tasks, name, options], table)
         self._on(self.blocks.load, tabled, None, table)
 
     def _export(self) -> None:
