@@ -139,17 +139,27 @@ def check_cuda(device: torch.device) -> None:
 
 
 def choose_budgets(
-    device: torch.device, device_bytes: int | None, host_bytes: int | None
+    device: torch.device,
+    device_bytes: int | None,
+    host_bytes: int | None,
+    *,
+    ranks: int | None = None,
 ) -> tuple[int, int]:
     """Returns the budgets of the device and the host in bytes, with defaults for None.
 
     The default of a GPU is 95% of the memory that is free there or cached by torch. The default of
     the host is the usable memory of castor.config.memory, which the ranks of one machine share. The
     CPU device shares that memory with the host.
+
+    Args:
+        device: Device of the model.
+        device_bytes: Budget of the device that was asked for.
+        host_bytes: Budget of the host that was asked for.
+        ranks: Number of ranks on this machine; None: as the launcher of this process says.
     """
     if device_bytes is not None and host_bytes is not None:
         return device_bytes, host_bytes
-    usable = usable_bytes(host_memory().available_bytes) // ranks_of_node()
+    usable = usable_bytes(host_memory().available_bytes) // (ranks or ranks_of_node())
     if device.type == "cpu":
         return share_memory(device_bytes, host_bytes, usable_bytes=usable)
     return (

@@ -292,7 +292,11 @@ class Recipe(_Section):
     @field_validator("memory", mode="before")
     @classmethod
     def _auto(cls, value: Any) -> Any:
-        return {} if value == "auto" else value
+        if value == "auto":
+            return {}
+        if not isinstance(value, dict):
+            raise ValueError("give arguments of GeminiPlugin by name, or auto")
+        return value
 
     @field_validator("memory")
     @classmethod

@@ -26,6 +26,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from castor.errors import UsageError
 from castor.recipes.recipe import Method
+from castor.recipes.runs import RECIPE
 from castor.recipes.studio_jobs import Job, Workspace, entries
 from castor.recipes.studio_views import (
     CSS,
@@ -283,9 +284,14 @@ class _Page:
 
     def _options(self, model: str | None) -> str:
         """Returns the options by which a model gets the budgets that its recipe trains in."""
-        for recipe in self._recipes():
+        kept = self._place.root / (model or "") / RECIPE  # of a run, with the budgets it chose
+        runs = [yaml.safe_load(kept.read_text(encoding="utf-8"))] if kept.is_file() else []
+        for recipe in [*runs, *self._recipes()]:
             memory = recipe.get("memory") or {}
-            if model in ((recipe.get("output") or {}).get("dir"), recipe["model"]["path"]):
+            if memory == "auto":
+                continue
+            of = ((recipe.get("output") or {}).get("dir"), recipe["model"]["path"])
+            if recipe in runs or model in of:
                 names = [one for one in ("device", "device_memory", "host_memory") if one in memory]
                 words = [(f"--{one.replace('_', '-')}", str(memory[one])) for one in names]
                 return shlex.join(word for pair in words for word in pair)

@@ -20,6 +20,7 @@ from rich.markup import escape
 from castor.errors import Error, UsageError
 from castor.model_files import find_config
 from castor.recipes import require
+from castor.recipes.budgets import with_budgets
 from castor.recipes.data import IGNORED
 from castor.recipes.recipe import OF_PAIRS, Recipe, dump, load
 from castor.recipes.runs import EVALUATIONS, LOG, RECIPE, checkpoints
@@ -88,6 +89,7 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     _compare_versions(path, recipe, console)
     run = Path(recipe.output.dir)
+    recipe, chosen = with_budgets(recipe, run)
     if not dry_run:
         _check_run(run, recipe)
         if (run / _STATE).is_file():
@@ -97,6 +99,8 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
                 "another output.dir trains again"
             )
             return 0
+    if chosen is not None:
+        console.print(f"[bold]castor train:[/bold] memory: {escape(chosen)}")
     prepared = _prepare(recipe, load_tokenizer(recipe))
     if dry_run:
         plan = make_plan(recipe, prepared)
