@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -83,7 +83,10 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     """
     recipe = load(path, overrides)
     if recipe.method.adapter == "qlora":
-        require_four_bits()
+        needs = "method.adapter: qlora quantises the model with bitsandbytes"
+        _require_library(needs, "bitsandbytes", "give adapter: lora")
+    for name in recipe.log.to:
+        _require_library(f"log.to names {name}", name, "leave it out")
     questions = None if recipe.evaluate is None else _checked_questions(recipe)
     _check_model(recipe)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -152,20 +155,21 @@ def _checked_questions(recipe: Recipe) -> Questions:
     return questions
 
 
-def require_four_bits() -> None:
-    """Checks that weights of 4 bits can be made.
+def _require_library(what: str, name: str, instead: str) -> None:
+    """Checks that a library is installed that a setting needs.
+
+    Args:
+        what: The setting, and that it needs the library.
+        name: The library.
+        instead: A setting that needs none.
 
     Raises:
-        ModuleNotFoundError: bitsandbytes is not installed.
+        ModuleNotFoundError: It is not installed.
     """
-    try:
-        require("qlora", "bitsandbytes")
-    except ModuleNotFoundError:
+    if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(
-            "method.adapter: qlora quantises the model with bitsandbytes, which is not installed: "
-            "pip install bitsandbytes, or give adapter: lora",
-            name="bitsandbytes",
-        ) from None
+            f"{what}, which is not installed: pip install {name}, or {instead}", name=name
+        )
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -472,6 +476,7 @@ def fit(recipe: Recipe) -> bool:
     import transformers
 
     from castor.integrations.common import OnCastor
+    from castor.recipes.progress import Reporter
 
     if not issubclass(transformers.Trainer, OnCastor):
         raise UsageError(
@@ -483,9 +488,14 @@ def fit(recipe: Recipe) -> bool:
     stop = _stopper()
     trainer.add_callback(stop)
     run = Path(recipe.output.dir)
-    trainer.add_callback(_logger(run / LOG))
+    reporter = Reporter(run / LOG, Console(highlight=False, soft_wrap=True))
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.add_callback(reporter)
     resumed = last_checkpoint(run)
-    trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+    try:
+        trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+    finally:
+        reporter.close()
     if stop.asked and trainer.state.global_step < trainer.state.max_steps:
         return False
     trainer.save_model()
@@ -595,6 +605,7 @@ def _arguments(recipe: Recipe, *, evaluates: bool) -> dict[str, Any]:
         "use_cpu": device.startswith("cpu") or not torch.cuda.is_available(),
         checkpointing: False,  # memory.activations decides
         "logging_steps": recipe.log.every,
+        "disable_tqdm": True,  # castor.recipes.progress tells of the steps
         "report_to": list(recipe.log.to),
         "eval_strategy": strategy,
         "eval_steps": train.evaluate_every if strategy == "steps" else None,
@@ -661,38 +672,6 @@ def _stopper() -> Any:
             self.asked = True
 
     return Stopper()
-
-
-def _logger(file: Path) -> Any:
-    """Returns a callback that appends each entry of the Trainer's log to a file, as JSON lines.
-
-    An entry has the step, the Trainer's figures, and castor's of the last step: tokens per second,
-    and bytes on the device (the step's peak), the host and NVMe. A run that goes on from a
-    checkpoint repeats the steps behind it: the last entry of a step counts.
-    """
-    from transformers import TrainerCallback
-
-    from castor.runtime.boosted_model import all_boosted
-    from castor.runtime.engine import Engine
-
-    class Logger(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            if not state.is_world_process_zero:
-                return
-            entry = {"step": state.global_step, "of_steps": state.max_steps, "time": time.time()}
-            trained = (one for one in all_boosted() if isinstance(one, Engine) and one.num_steps)
-            engine = next(trained, None)
-            if engine is not None and engine.history.records:
-                record, report = engine.history.records[-1], engine.report()
-                entry["device_bytes"] = record.peak_device_bytes
-                entry["host_bytes"] = report.host_bytes
-                entry["nvme_bytes"] = report.nvme_bytes
-                if record.tokens and record.seconds:
-                    entry["tokens_per_second"] = record.tokens / record.seconds
-            with file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps({**entry, **given["logs"]}) + "\n")
-
-    return Logger()
 
 
 def main() -> None:
