@@ -176,6 +176,17 @@ def test_the_same_command_says_that_a_finished_run_is_finished(
     assert f"is finished after {STEPS} steps" in capsys.readouterr().err
 
 
+@pytest.mark.ranks
+def test_two_ranks_have_the_losses_of_one_process_with_the_same_global_batch(
+    place: Path, trained: Path
+) -> None:
+    given = ("--set", "parallel.nproc=2", "--set", "train.batch_size=1")
+    done = castor("train", recipe_file(place, "ranks"), *given)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for name in ("loss", "grad_norm"):
+        assert logged(place / "ranks", name) == pytest.approx(logged(trained, name), rel=1e-5)
+
+
 def test_a_folder_with_another_run_is_refused(trained: Path, place: Path) -> None:
     with pytest.raises(UsageError, match=r"holds a run with train\.seed: 3, and the recipe says 4"):
         train.start(recipe_file(place, "trained"), ["train.seed=4"], dry_run=False)
@@ -300,6 +311,41 @@ def test_qlora_without_bitsandbytes_says_what_to_install(
 def test_training_without_castor_in_the_process_is_refused(place: Path) -> None:
     with pytest.raises(UsageError, match="trains in the process that castor train starts"):
         train.fit(recipe_of(place))
+
+
+@pytest.fixture(scope="module")
+def killed(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of killed.py, of all weights and of adapters."""
+    folder = tmp_path_factory.mktemp("killed")
+    more = ["train.max_steps=12", "output.save_every=2", "output.keep=2"]
+    for adapter in ("full", "lora"):
+        given = ["method.lora.lora_dropout=0.1"] if adapter == "lora" else []
+        recipe = load(recipe_file(place, "killed", adapter=adapter), [*more, *given])
+        (folder / f"{adapter}.yaml").write_text(dump(recipe))
+    script = Path(__file__).with_name("killed.py")
+    command = ["-m", "castor.integrations.script", json.dumps(SETTINGS), script, folder]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_a_run_that_is_killed_within_a_step_and_goes_on_ends_with_the_same_bits(
+    killed: Path, adapter: str, seed: int
+) -> None:
+    ends = json.loads((killed / "ends.json").read_text())
+    assert ends[adapter] == [0]
+    first, _, second = ends[f"{adapter}-{seed}"]
+    assert (first, second) == (-signal.SIGALRM, 0)
+    name = "model.safetensors" if adapter == "full" else "adapter_model.safetensors"
+    plain, resumed = killed / adapter, killed / f"{adapter}-{seed}"
+    assert (resumed / name).read_bytes() == (plain / name).read_bytes()
+    assert logged(resumed) == logged(plain)
 
 
 @pytest.mark.slow
