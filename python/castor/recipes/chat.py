@@ -181,12 +181,3 @@ def _asked_at(prompt: str) -> Callable[[], str | None]:
             return "" if prompt else None
 
     return ask
-
-
-def main() -> None:
-    """Runs the command by itself, as `python -m castor.recipes.chat`."""
-    typer.run(chat)
-
-
-if __name__ == "__main__":
-    main()

@@ -163,12 +163,3 @@ def listening(host: str, port: int) -> socket.socket:
             reason = f"not to be had: {os.strerror(error.errno or 0)}"
         raise UsageError(f"port {port} of {host} is {reason}") from error
     return listener
-
-
-def main() -> None:
-    """Runs the command by itself, as `python -m castor.recipes.serve`."""
-    typer.run(serve)
-
-
-if __name__ == "__main__":
-    main()
