@@ -22,7 +22,7 @@ SCRIPTS = sorted(
 LONG = (
     *("activation_peers", "activations", "adam", "beyond", "build", "builds", "checkpoints"),
     *("compiled", "copy_engines", "export_memory", "generation", "hybrid", "hybrid_parallel"),
-    *("io", "layouts"),
+    *("io", "layouts", "recipe_data"),
     *("logits", "nvme", "overlap", "pipelines", "sequence_parallel", "step", "sweep", "zero"),
 )
 # Of benchmarks/cpp; `make cpp` builds them.
