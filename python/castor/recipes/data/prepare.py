@@ -472,13 +472,13 @@ class _Work:
             pieces = packing.split(lengths, limit)
         else:
             pieces = packing.Pieces.whole(np.minimum(lengths, limit))
-        plan: list[list[int]] = [[one] for one in range(len(pieces.lengths))]
-        density = None
         if packs:
             packed = packing.best_fit_decreasing(pieces.lengths, limit)
             order = np.random.default_rng([self._data.seed, 2]).permutation(len(packed))
             plan = [packed[at] for at in order.tolist()]
-            density = packing.density(pieces.lengths, len(packed), limit)
+        else:
+            plan = [[one] for one in range(len(pieces.lengths))]
+        density = packing.density(pieces.lengths, len(plan), limit) if packs else None
         chosen_rows = xxhash.xxh3_128_hexdigest(rows.tobytes())
         key = _hash(*(source.key for source in sources), chosen_rows, packs, self._data.seed)
         pieces = replace(pieces, documents=rows[pieces.documents])
