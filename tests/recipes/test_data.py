@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from castor.recipes.data import megatron
 from castor.recipes.data import prepare as preparing
 from castor.recipes.data.formats import (
     BrokenRowError,
@@ -26,7 +27,6 @@ from castor.recipes.data.show import COUNTED, coloured, print_rows
 from castor.recipes.data.sources import load
 from castor.recipes.recipe import DataSection, MethodSection, ModelSection, OutputSection, Recipe
 from chat_cases import CHATML, by_chatml, conversation, mask_by_hand, text, tokenizer
-from megatron_files import write as write_megatron
 
 QUESTION, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 WRONG = {"role": "assistant", "content": "b"}
@@ -388,7 +388,7 @@ def test_more_rows_held_out_than_there_are(tmp_path: Path) -> None:
 def test_token_files_of_megatron_are_rows(tmp_path: Path) -> None:
     words = tokenizer()
     given = [[7, 8, 9], [5], [], list(range(4, 40))]
-    write_megatron(tmp_path / "tokens", [[one] for one in given], np.uint16)
+    megatron.write(tmp_path / "tokens", [[one] for one in given], np.uint16)
     data = DataSection(
         train=str(tmp_path / "tokens"), held_out=0, max_length=10, packing=False, loss_on="all"
     )
@@ -396,7 +396,7 @@ def test_token_files_of_megatron_are_rows(tmp_path: Path) -> None:
     assert found.train["input_ids"][:] == [[7, 8, 9], list(range(4, 14))]
     assert found.train["labels"][:] == found.train["input_ids"][:]
     assert found.outcomes[Outcome.WITHOUT_LOSS] == 2
-    write_megatron(tmp_path / "tokens", [[[1, len(words)]]], np.uint16)
+    megatron.write(tmp_path / "tokens", [[[1, len(words)]]], np.uint16)
     with pytest.raises(ValueError, match=rf"document 0 has token ids 1 to {len(words)}, and the"):
         prepare(data, words, method="pretrain")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32,
     8: np.uint16,
 }  # fmt: skip
+_FLUSHED = 1 << 22
+"""Size in bytes of the buffer that a writer fills before it writes."""
 
 
 def paths(prefix: str | Path) -> tuple[Path, Path]:
@@ -127,3 +131,63 @@ class TokenFile:
             return self._tokens[:0]
         begin = int(self._pointers[first]) // self.dtype.itemsize
         return self._tokens[begin : begin + int(self.lengths[first:last].sum(dtype=np.int64))]
+
+
+def smallest_dtype(vocab_size: int) -> type[np.integer[Any]]:
+    """Returns the type that Megatron-LM takes for a vocabulary: uint16 below 65,500, else int32."""
+    return np.uint16 if vocab_size < 65500 else np.int32
+
+
+def write(
+    prefix: str | Path,
+    documents: Iterable[Iterable[npt.ArrayLike]],
+    dtype: type[np.integer[Any]] = np.int32,
+) -> None:
+    """Writes a pair of files under temporary names, and renames them when both are complete.
+
+    Args:
+        prefix: Path without .bin and .idx.
+        documents: Each document's sequences, each of which is an array of token ids.
+        dtype: Type that the files store.
+
+    Raises:
+        ValueError: A token id does not fit the type, or the type is none of Megatron-LM's.
+    """
+    code = next((code for code, known in _DTYPES.items() if known is dtype), None)
+    if code is None or not issubclass(dtype, np.integer):
+        raise ValueError(f"Megatron-LM's files hold no token ids of type {np.dtype(dtype).name}")
+    limits = np.iinfo(dtype)
+    lengths, borders = list[int](), [0]
+    finals = paths(prefix)
+    drafts = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in finals]
+    try:
+        with drafts[0].open("wb", buffering=_FLUSHED) as file:
+            for document in documents:
+                for sequence in document:
+                    tokens = np.asarray(sequence)
+                    if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
+                        raise ValueError(
+                            f"document {len(borders) - 1} for {finals[0]} has token ids "
+                            f"{tokens.min()} to {tokens.max()}, which {limits.dtype} does not hold"
+                        )
+                    file.write(tokens.astype(dtype).tobytes())
+                    lengths.append(tokens.size)
+                borders.append(len(lengths))
+            file.flush()
+            os.fsync(file.fileno())
+        sizes = np.asarray(lengths, np.int32)
+        pointers = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)[:-1]))[: len(sizes)]
+        with drafts[1].open("wb") as file:
+            file.write(_HEAD.pack(_MAGIC, _VERSION, code, len(sizes), len(borders)))
+            file.write(sizes.tobytes())
+            file.write((pointers * np.dtype(dtype).itemsize).astype(np.int64).tobytes())
+            file.write(np.asarray(borders, np.int64).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        # A reader looks for the index: while it is not there, no new .bin belongs to an old one.
+        finals[1].unlink(missing_ok=True)
+        for draft, final in zip(drafts, finals, strict=True):
+            draft.replace(final)
+    finally:
+        for draft in drafts:
+            draft.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import typer
 
 from castor.recipes import require
 from castor.recipes.data import IGNORED
+from castor.recipes.data.write import write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,12 +22,17 @@ COUNTED = "bold green"
 """Style of tokens that the loss counts; the others are dim."""
 _QUANTILES = {"shortest": 0.0, "median": 0.5, "95%": 0.95, "longest": 1.0}
 
-data_app = typer.Typer(name="data", no_args_is_help=True, help="Look at the data of a recipe.")
+data_app = typer.Typer(
+    name="data", no_args_is_help=True, help="Look at the data of a recipe, or write it."
+)
 
 
 @data_app.callback()
 def _root() -> None:
-    """Look at the data of a recipe."""
+    """Look at the data of a recipe, or write it."""
+
+
+data_app.command()(write)
 
 
 @data_app.command()
