@@ -106,10 +106,7 @@ def run(
         str | None, typer.Option(help=memory_options.help_of("activations"))
     ] = None,
     nvme: memory_options.Nvme = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="GeminiPlugin's arguments, JSON or YAML: a run's castor.json."),
-    ] = None,
+    config: memory_options.Config = None,
     settings: memory_options.Settings = None,
     report: Annotated[
         Path | None, typer.Option(help="For all figures at the end: FILE.json, or FILE.html.")
@@ -150,7 +147,6 @@ def run(
     )  # fmt: skip
     if chosen is not None:
         check_settings(chosen)
-        launch.check_paths(chosen)
     status = launch.run(
         script,
         context.args,

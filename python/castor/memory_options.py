@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from castor.config import GeminiArguments
-from castor.config.declared import first_sentence
+from castor.config.declared import texts_of
 
 
 def help_of(name: str) -> str:
     """Returns the help of an option: the first sentence of the argument's text."""
-    return first_sentence(GeminiArguments, name)
+    return re.split(r"(?<=\.) ", texts_of(GeminiArguments)[name], maxsplit=1)[0]
 
 
 DeviceMemory = Annotated[str | None, typer.Option(help=help_of("device_memory"))]
@@ -22,6 +23,9 @@ HostMemory = Annotated[str | None, typer.Option(help=help_of("host_memory"))]
 Device = Annotated[str | None, typer.Option(help=help_of("device"))]
 Nvme = Annotated[
     list[str] | None, typer.Option(help=f"{help_of('nvme_path')} May be given several times.")
+]
+Config = Annotated[
+    Path | None, typer.Option(help="GeminiPlugin's arguments, JSON or YAML: a run's castor.json.")
 ]
 Settings = Annotated[
     list[str] | None,
@@ -48,10 +52,13 @@ def read_options(
         The arguments, whose values are not checked yet; None if nothing was given.
 
     Raises:
-        UsageError: A setting cannot be read, is given twice, or is a size without a unit.
+        UsageError: A setting cannot be read, is given twice, is a size without a unit, or is a
+            path that does not exist.
         OSError: The file cannot be read.
     """
     from castor import launch
 
     nvme_path = (nvme[0] if len(nvme) == 1 else list(nvme)) if nvme else None
-    return launch.read_settings(config, {**options, "nvme_path": nvme_path}, given or [])
+    settings = launch.read_settings(config, {**options, "nvme_path": nvme_path}, given or [])
+    launch.check_paths(settings or {})
+    return settings

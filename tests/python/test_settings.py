@@ -19,11 +19,11 @@ from castor.config.declared import (
     Declared,
     at_least,
     documented,
-    first_sentence,
     texts_of,
     types_of,
 )
 from castor.config.settings import SIZES
+from castor.memory_options import help_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,6 @@ def test_own_fields_come_before_those_of_bases() -> None:
         "",
         "Number of steps. Default: all.",
     ]
-    assert first_sentence(Settings, "steps") == "Number of steps."
 
 
 @pytest.mark.parametrize(
@@ -138,8 +137,9 @@ def test_options_of_commands_say_what_the_arguments_do(command: str) -> None:
     helps = {option.name.replace("nvme", "nvme_path"): option.help for option in options}
     shared = [name for name in types_of(GeminiArguments) if name in helps and name != "seed"]
     assert {"device_memory", "host_memory", "device", "precision", "nvme_path"} <= set(shared)
+    assert help_of("max_norm") == "L2 norm to which step clips gradients; 0: no clipping."
     for name in shared:
-        assert helps[name].startswith(first_sentence(GeminiArguments, name))
+        assert helps[name].startswith(help_of(name))
 
 
 def test_sizes_are_the_arguments_that_a_unit_belongs_to() -> None:

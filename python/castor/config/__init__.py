@@ -1,7 +1,6 @@
 """Settings, units, and the memory that castor finds on the machine."""
 
 from castor.config.block_choice import BlockChoice, offloads
-from castor.config.declared import documented, values_of
 from castor.config.names import (
     SCALAR_TYPES,
     Activations,
@@ -17,9 +16,7 @@ from castor.config.nearest import did_you_mean
 from castor.config.settings import (
     GeminiArguments,
     GeminiConfig,
-    GeminiSettings,
     LossScalerConfig,
-    StepSettings,
     check_format_of_precision,
 )
 from castor.config.units import parse_bandwidth, parse_bytes, parse_paths
@@ -30,22 +27,18 @@ __all__ = [
     "BlockChoice",
     "GeminiArguments",
     "GeminiConfig",
-    "GeminiSettings",
     "LossScalerConfig",
     "NonFinite",
     "Overlap",
     "PlacementPolicy",
     "Precision",
     "StateFormat",
-    "StepSettings",
     "TileLogits",
     "ZeroStage",
     "check_format_of_precision",
     "did_you_mean",
-    "documented",
     "offloads",
     "parse_bandwidth",
     "parse_bytes",
     "parse_paths",
-    "values_of",
 ]

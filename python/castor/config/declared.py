@@ -31,19 +31,6 @@ def types_of(kind: type) -> Mapping[str, Any]:
     return {name: known[name] for base in kind.__mro__ for name in inspect.get_annotations(base)}
 
 
-def checked_by(kind: type, *checks: Callable[[Any, str], object]) -> list[str]:
-    """Returns the names of the fields whose types have one of these checks."""
-    return [
-        name
-        for name, declared in types_of(kind).items()
-        if {*checks} & {check for one in (declared, *get_args(declared)) for check in _checks(one)}
-    ]
-
-
-def _checks(kind: Any) -> tuple[Callable[[Any, str], object], ...]:
-    return getattr(kind, "__metadata__", ())
-
-
 @functools.cache
 def texts_of(kind: type) -> Mapping[str, str]:
     """Returns the texts of a dataclass's fields, each on one line, in the order of `types_of`.
@@ -69,11 +56,6 @@ def _statements_of(module: str, name: str) -> list[ast.stmt]:
         return []
     classes = (node for node in source.body if isinstance(node, ast.ClassDef))
     return next((node.body for node in classes if node.name == name), [])
-
-
-def first_sentence(kind: type, name: str) -> str:
-    """Returns the first sentence of a field's text, for the help of an option."""
-    return re.split(r"(?<=\.) ", texts_of(kind)[name], maxsplit=1)[0]
 
 
 def documented(kind: type, *, besides: type = object) -> Callable[[Class], Class]:

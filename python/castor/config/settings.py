@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from castor.config.block_choice import check_activations
-from castor.config.declared import Declared, at_least, check_fraction, checked_by, values_of
+from castor.config.declared import Declared, at_least, check_fraction, types_of, values_of
 from castor.config.names import (
     Activations,
     NonFinite,
@@ -26,6 +26,7 @@ from castor.config.units import parse_bandwidth, parse_bytes, parse_paths
 
 Size = Annotated[int | str, parse_bytes]
 Bandwidth = Annotated[int | str, parse_bandwidth]
+_SIZE_TYPES = (Size | None, Bandwidth | None)
 Fraction = Annotated[float, check_fraction]
 
 
@@ -304,7 +305,7 @@ class GeminiArguments(GeminiSettings):
         return self.placement_policy or self.tensor_placement_policy or "auto"
 
 
-SIZES = checked_by(GeminiArguments, parse_bytes, parse_bandwidth)
+SIZES = [name for name, kind in types_of(GeminiArguments).items() if kind in _SIZE_TYPES]
 """Arguments of GeminiPlugin that are sizes, which people give with a unit."""
 
 

@@ -11,16 +11,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 import torch
 from torch.optim import Optimizer
 
-from castor.config import (
-    GeminiArguments,
-    GeminiConfig,
-    GeminiSettings,
-    parse_bandwidth,
-    parse_bytes,
-    parse_paths,
-    values_of,
-)
-from castor.config.declared import types_of
+from castor.config import GeminiConfig, parse_bandwidth, parse_bytes, parse_paths
+from castor.config.declared import types_of, values_of
+from castor.config.settings import GeminiArguments, GeminiSettings
 from castor.plugins.not_yet import check_not_yet
 
 Plugin = TypeVar("Plugin")
@@ -79,10 +72,10 @@ def resolved(
     Raises:
         ValueError: An argument does not go with the device, or two contradict each other.
     """
-    on_gpu, bandwidth = device.type != "cpu", arguments.link_bandwidth
+    on_gpu = device.type != "cpu"
     if arguments.pin_memory and not on_gpu:
         raise ValueError("pin_memory=True needs device='cuda'; the CPU device copies nothing")
-    if bandwidth is not None and on_gpu:
+    if arguments.link_bandwidth is not None and on_gpu:
         raise ValueError(
             "link_bandwidth emulates a link on the CPU device, and a GPU has its own; leave it "
             "out, or pass device='cpu'"
@@ -102,18 +95,18 @@ def resolved(
         activations_by_default=arguments.activations is None,
         overlap=arguments.overlap or ("forward" if on_gpu else "none"),
         chunk_bytes=size_of(arguments, "chunk_bytes") or 0,
-        link_bytes_per_second=(
-            0 if bandwidth is None else parse_bandwidth(bandwidth, "link_bandwidth")
-        ),
+        link_bytes_per_second=size_of(arguments, "link_bandwidth", parse_bandwidth) or 0,
         nvme_paths=parse_paths(arguments.nvme_path, "nvme_path"),
         nvme_bytes=size_of(arguments, "nvme_memory"),
     )
 
 
-def size_of(arguments: GeminiArguments, name: str) -> int | None:
+def size_of(
+    arguments: GeminiArguments, name: str, parse: Callable[[Any, str], int] = parse_bytes
+) -> int | None:
     """Returns the bytes of an argument that is a size; None: it was not given."""
     size = getattr(arguments, name)
-    return None if size is None else parse_bytes(size, name)
+    return None if size is None else parse(size, name)
 
 
 def with_nvme_of(config: GeminiConfig, optimizers: Sequence[Optimizer]) -> GeminiConfig:

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from castor.activations import Blocks, fit_fused_heads, output_embedding
 from castor.activations.tight import StepSimulator
-from castor.config import GeminiArguments, documented
+from castor.config import GeminiArguments
+from castor.config.declared import documented
 from castor.distributed import data_rank_and_size
 from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, cast, get_args
 
-from castor.config import GeminiArguments, documented
+from castor.config import GeminiArguments
 from castor.config.block_choice import BlockChoice
-from castor.config.declared import at_least, types_of
+from castor.config.declared import at_least, documented, types_of
 from castor.config.layout_plan import LAYOUT, planned_layout
 from castor.config.names import SPLIT_GATHER, Activations, PipelineStyle
 from castor.distributed import Microbatches, Mode, Plan

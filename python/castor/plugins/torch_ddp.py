@@ -11,8 +11,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from castor.config import StepSettings, documented, values_of
-from castor.config.declared import Declared
+from castor.config.declared import Declared, documented, values_of
+from castor.config.settings import StepSettings
 from castor.optim.optimizer_params import optimizer_params
 from castor.optim.torch_step import TorchStep
 from castor.plugins.arguments import takes

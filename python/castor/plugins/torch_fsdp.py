@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castor.config import StepSettings, documented
+from castor.config.declared import documented
+from castor.config.settings import StepSettings
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.optimizer_params import optimizer_params
 from castor.optim.torch_step import TorchStep

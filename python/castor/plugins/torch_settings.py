@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from castor import _C
-from castor.config import StepSettings, values_of
+from castor.config.declared import values_of
+from castor.config.settings import StepSettings
 from castor.distributed import data_rank_and_size
 from castor.errors import UsageError
 from castor.lazy import Materialisation, check_inactive

@@ -54,11 +54,11 @@ def chat(
     device: memory_options.Device = None,
     precision: options.Precision = None,
     nvme: memory_options.Nvme = None,
-    config: options.Config = None,
+    config: memory_options.Config = None,
     settings: memory_options.Settings = None,
 ) -> None:
     """Talk to a model in the terminal, in a memory budget."""
-    chosen = options.memory_settings(
+    chosen = memory_options.read_options(
         config, settings, nvme=nvme, device_memory=device_memory, host_memory=host_memory,
         device=device, precision=precision,
     )  # fmt: skip
@@ -74,7 +74,7 @@ def chat(
         stop=tuple(stop or ()),
     )  # fmt: skip
     transformers.logging.set_verbosity_error()
-    model = load_for_inference(path, settings=chosen, base=base, tokenizer=tokenizer)
+    model = load_for_inference(path, settings=chosen or {}, base=base, tokenizer=tokenizer)
     if sys.stdin.isatty():
         typer.echo(f"castor chat: {model.name}. {_HELP}", err=True)
     converse(

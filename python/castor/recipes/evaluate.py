@@ -59,11 +59,11 @@ def evaluate(
     device: memory_options.Device = None,
     precision: options.Precision = None,
     nvme: memory_options.Nvme = None,
-    config: options.Config = None,
+    config: memory_options.Config = None,
     settings: memory_options.Settings = None,
 ) -> None:
     """Evaluate a model on tasks of lm-eval, in a memory budget."""
-    chosen = options.memory_settings(
+    chosen = memory_options.read_options(
         config, settings, nvme=nvme, device_memory=device_memory, host_memory=host_memory,
         device=device, precision=precision,
     )  # fmt: skip
@@ -80,7 +80,7 @@ def evaluate(
     )  # fmt: skip
     transformers.logging.set_verbosity_error()
     evaluate_and_write(
-        path, questions, settings=chosen, base=base, tokenizer=tokenizer, output=output
+        path, questions, settings=chosen or {}, base=base, tokenizer=tokenizer, output=output
     )
 
 

@@ -52,14 +52,14 @@ def serve(
     device: memory_options.Device = None,
     precision: options.Precision = None,
     nvme: memory_options.Nvme = None,
-    config: options.Config = None,
+    config: memory_options.Config = None,
     settings: memory_options.Settings = None,
 ) -> None:
     """Serve a model over OpenAI's HTTP interface, in a memory budget."""
     from castor.config import parse_bytes
     from castor.errors import UsageError
 
-    chosen = options.memory_settings(
+    chosen = memory_options.read_options(
         config, settings, nvme=nvme, device_memory=device_memory, host_memory=host_memory,
         device=device, precision=precision,
     )  # fmt: skip
@@ -75,7 +75,7 @@ def serve(
         from castor.recipes.openai_api import Api, Limits
 
         transformers.logging.set_verbosity_error()
-        model = load_for_inference(path, settings=chosen, base=base, tokenizer=tokenizer)
+        model = load_for_inference(path, settings=chosen or {}, base=base, tokenizer=tokenizer)
         limits = Limits(
             max_new_tokens=max_new_tokens, max_body_bytes=body_bytes,
             max_seconds=max_seconds, max_waiting=max_queue,
