@@ -34,7 +34,7 @@ def check_precision(value: object, name: str) -> None:
     """Raises ValueError or NotImplementedError unless torch's classes train in a precision."""
     if value == "fp16":
         raise NotImplementedError(
-            f"{name}='fp16' needs a loss scale, which plugins of torch's own classes do not have: "
+            "precision='fp16' needs a loss scale, which plugins of torch's own classes do not have: "
             "use 'bf16', or GeminiPlugin"
         )
     if value not in ("fp32", "bf16"):
