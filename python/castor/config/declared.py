@@ -39,7 +39,7 @@ def texts_of(kind: type) -> Mapping[str, str]:
     """
     texts = dict.fromkeys(types_of(kind), "")
     for base in filter(is_dataclass, reversed(kind.__mro__)):
-        for field, text in pairwise(_statements_of(base.__module__, base.__name__)):
+        for field, text in pairwise(_classes_of(base.__module__).get(base.__name__, [])):
             match field, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
                     value=ast.Constant(value=str(said))
@@ -49,13 +49,12 @@ def texts_of(kind: type) -> Mapping[str, str]:
 
 
 @functools.cache
-def _statements_of(module: str, name: str) -> list[ast.stmt]:
+def _classes_of(module: str) -> Mapping[str, list[ast.stmt]]:
     try:
         source = ast.parse(inspect.getsource(sys.modules[module]))
     except OSError:
-        return []
-    classes = (node for node in source.body if isinstance(node, ast.ClassDef))
-    return next((node.body for node in classes if node.name == name), [])
+        return {}
+    return {node.name: node.body for node in source.body if isinstance(node, ast.ClassDef)}
 
 
 def documented(kind: type, *, besides: type = object) -> Callable[[Class], Class]:

@@ -34,8 +34,8 @@ def check_precision(value: object, name: str) -> None:
     """Raises ValueError or NotImplementedError unless torch's classes train in a precision."""
     if value == "fp16":
         raise NotImplementedError(
-            "precision='fp16' needs a loss scale, which plugins of torch's own classes do not have: "
-            "use 'bf16', or GeminiPlugin"
+            "precision='fp16' needs a loss scale, which plugins of torch's own classes do not "
+            "have: use 'bf16', or GeminiPlugin"
         )
     if value not in ("fp32", "bf16"):
         raise ValueError(f"{name} is {value!r}; give 'fp32' or 'bf16'")
