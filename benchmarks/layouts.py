@@ -43,24 +43,33 @@ BUDGET, CORES = "3GiB", 2
 def layouts(ranks: int, samples: int) -> list[Any]:
     """Those that are measured."""
     from castor.planner.layouts import Layout
+    from castor.runtime.parallel_dims import ParallelDims
+
+    def layout(microbatches: int = 1, style: Any = "1f1b", **sizes: int) -> Layout:
+        return Layout(dims=ParallelDims(**sizes), microbatches=microbatches, style=style)
 
     if ranks == 1:
         found = [Layout()]
     elif ranks == 2:
         found = [
-            Layout(data=2), Layout(tensor=2), Layout(sequence=2), Layout(stages=2, microbatches=4),
-            Layout(stages=2, microbatches=2), Layout(stages=2, microbatches=4, style="gpipe"),
+            layout(dp_shard=2), layout(tp=2), layout(cp=2), layout(pp=2, microbatches=4),
+            layout(pp=2, microbatches=2), layout(pp=2, microbatches=4, style="gpipe"),
         ]  # fmt: skip
     else:
         found = [
-            Layout(data=4), Layout(tensor=2, data=2), Layout(stages=2, data=2, microbatches=2),
-            Layout(tensor=2, stages=2, microbatches=4),
+            layout(dp_shard=4), layout(dp_shard=2, tp=2),
+            layout(dp_shard=2, pp=2, microbatches=2), layout(tp=2, pp=2, microbatches=4),
         ]  # fmt: skip
-    return [replace(one, rows=samples // (one.data * one.microbatches)) for one in found]
+    return [replace(one, rows=samples // (one.dims.edp * one.microbatches)) for one in found]
 
 
 def title(layout: Any) -> str:
-    names = {"dp": layout.data, "tp": layout.tensor, "sp": layout.sequence, "pp": layout.stages}
+    names = {
+        "dp": layout.dims.edp,
+        "tp": layout.dims.tp,
+        "sp": layout.dims.cp,
+        "pp": layout.dims.pp,
+    }
     of = " ".join(f"{name} {size}" for name, size in names.items() if size > 1)
     of = of or "one process"
     return f"{of}, {layout.microbatches} x {layout.rows} {layout.style}".removesuffix(" 1f1b")
@@ -72,11 +81,12 @@ def make_probe(_: int, model: Model) -> tuple[Step, Report]:
     from torch import distributed
 
     from castor import HybridAdam
-    from castor.distributed import RankLayout
+    from castor.distributed import ParallelGroups
+    from castor.runtime.parallel_dims import ParallelDims
 
     module = build(model)
     world = distributed.get_world_size()
-    ranks = RankLayout.find(world, 1, 1, asked="the probe").tensor if world > 1 else None
+    ranks = ParallelGroups.make(ParallelDims(tp=world)).layers
     params = sum(p.numel() for p in module.parameters())
 
     def median(work: Callable[[], Any], times: int = 3) -> float:
@@ -137,7 +147,7 @@ def make_layout(_: int, model: Model, layout: Any) -> tuple[Step, Report]:
     booster = Booster(plugin)
     booster.boost(module, optimizer)
     own = replace(model, rows=layout.rows * layout.microbatches)
-    pipelined = layout.stages > 1 or layout.microbatches > 1
+    pipelined = layout.dims.pp > 1 or layout.microbatches > 1
 
     def step(i: int) -> float:
         batch = own.batch(i)
@@ -288,7 +298,7 @@ def main() -> int:
             clusters[size] = cluster_of(probes, search.whole_pass)
             for name, layout in of_name.items():
                 cost = search.cost(layout, clusters[size])
-                if layout.data == size:
+                if layout.dims.edp == size:
                     copies.add(name)
                 predicted[name] = {"seconds": cost.seconds, "busy": cost.busy}
     measured = {name: spread([s for of in one.seconds for s in of]) for name, one in found.items()}

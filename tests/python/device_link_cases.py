@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import castor
-from castor.distributed import RankLayout, TensorRanks
+from castor.distributed import ParallelGroups, TensorRanks
 from castor.distributed.ring_attention import Ring
 from castor.runtime.device_groups import DeviceBackend, DeviceLink
+from castor.runtime.parallel_dims import ParallelDims
 from castor.runtime.process_groups import own_groups
 from simulated import compute_as_asked
 from simulated_gpu import NAME
@@ -38,7 +39,7 @@ def linked() -> TensorRanks:
     """All ranks, as tensor-parallel ranks."""
     castor.launch_from_torch()
     size = int(os.environ["WORLD_SIZE"])
-    ranks = RankLayout.find(size, 1, 1, asked="").connect_devices(device()).tensor
+    ranks = ParallelGroups.make(ParallelDims(tp=size)).connect_devices(device()).layers
     assert ranks is not None
     return ranks
 

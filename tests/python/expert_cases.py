@@ -19,6 +19,7 @@ import castor
 import grids
 import pipeline_cases
 from castor.distributed.expert_exchange import Routes
+from castor.runtime.parallel_dims import ParallelDims
 from helpers import Boosted
 from tensor_cases import (
     EXPERTS,
@@ -99,7 +100,8 @@ def train(
 
 def place(experts: int, sharing: int = 1) -> tuple[int, int]:
     """Whose data are this rank's, of how many."""
-    return castor.distributed.data_rank_and_size(sharing, experts)
+    replica = ParallelDims.of_one_replica(ep=experts, pp=sharing)
+    return castor.distributed.data_rank_and_size(replica)
 
 
 def experts(directory: Path) -> None:

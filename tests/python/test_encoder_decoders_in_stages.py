@@ -286,4 +286,4 @@ def test_a_plan_has_no_stages_of_encoder_decoders(tmp_path: Path) -> None:
     assert "split a T5ForConditionalGeneration into simulated stages" in search.refused["stages"]
     layouts = search.layouts(cluster(ranks_per_node=2))
     assert layouts
-    assert {layout.stages for layout in layouts} == {1}
+    assert {layout.dims.pp for layout in layouts} == {1}

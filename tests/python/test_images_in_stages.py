@@ -152,9 +152,7 @@ def test_simulated_stages(tmp_path: Path) -> None:
     config = hf.ViTConfig(**CONFIG, architectures=["ViTForImageClassification"])
     path = tmp_path / "config.json"
     config.to_json_file(path, use_diff=False)
-    simulated_model = SimulatedModel(
-        path, precision="fp32", state_format="fp32", tensor_size=1, sequence_size=1,
-    )  # fmt: skip
+    simulated_model = SimulatedModel(path, precision="fp32", state_format="fp32")
 
     def record(rank: int, ranks: int, each: int) -> Any:
         own, stages = range(rank, ranks * each, ranks), ranks * each

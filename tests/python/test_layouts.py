@@ -28,6 +28,7 @@ from castor.planner.layout_cost import LayoutCost
 from castor.planner.layout_search import LayoutSearch
 from castor.planner.layouts import Layout, layouts
 from castor.planner.simulated_rank import SimulatedModel, StagePass
+from castor.runtime.parallel_dims import ParallelDims
 from rank_processes import run_python
 
 BLOCKS, WIDTH, VOCAB, TOKENS = 6, 64, 512, 32
@@ -71,8 +72,7 @@ def search(config: Path, batch: int = 8) -> LayoutSearch:
 
 
 def simulated_model(config: Path, **changes: Any) -> SimulatedModel:
-    given: dict[str, Any] = {"precision": "fp32", "state_format": "fp32", "tensor_size": 1,
-                             "sequence_size": 1}  # fmt: skip
+    given: dict[str, Any] = {"precision": "fp32", "state_format": "fp32"}
     return SimulatedModel(config, **given | changes)
 
 
@@ -90,7 +90,7 @@ def test_tensor_parallel_ranks_do_their_share_of_the_work_and_send_what_megatron
     config: Path,
 ) -> None:
     whole = recorded(simulated_model(config)).passes[0]
-    part = recorded(simulated_model(config, tensor_size=2)).passes[0]
+    part = recorded(simulated_model(config, dims=ParallelDims(tp=2))).passes[0]
     assert part.flops == whole.flops // 2
     sums = [sent for event in part.forward for sent in event.sent if sent.operation == "all_reduce"]
     hidden = 2 * TOKENS * WIDTH * 4
@@ -100,7 +100,7 @@ def test_tensor_parallel_ranks_do_their_share_of_the_work_and_send_what_megatron
 
 def test_context_parallel_ranks_do_their_share_of_the_work(config: Path) -> None:
     whole = recorded(simulated_model(config)).passes[0]
-    part = recorded(simulated_model(config, sequence_size=2)).passes[0]
+    part = recorded(simulated_model(config, dims=ParallelDims(cp=2))).passes[0]
     assert part.flops == pytest.approx(whole.flops / 2, rel=0.05)
     exchanged = [s for m in part.forward for s in m.sent if s.operation == "all_to_all"]
     assert len(exchanged) == 4 * BLOCKS  # queries, keys, values and what comes of them
@@ -110,7 +110,7 @@ def test_context_parallel_ranks_do_their_share_of_the_work(config: Path) -> None
 def test_ranks_that_share_sequences_send_keys_and_values(config: Path, mode: Any) -> None:
     """Those of two ranks: gathered, or passed on, and once more in backward with their sums."""
     whole = recorded(simulated_model(config)).passes[0]
-    part = recorded(simulated_model(config, sequence_size=2, sequence_mode=mode)).passes[0]
+    part = recorded(simulated_model(config, dims=ParallelDims(cp=2), sequence_mode=mode)).passes[0]
     gathers = mode == "all_gather"
     # The ring leaves out what no token sees: one of the four blocks of a rank's two pieces.
     assert part.flops <= whole.flops / 2
@@ -130,7 +130,9 @@ def test_ranks_that_share_sequences_send_keys_and_values(config: Path, mode: Any
 def test_rings_with_dropout_are_recorded(tmp_path: Path) -> None:
     path = config_file(tmp_path, attention_dropout=0.1)
     assert (
-        recorded(simulated_model(path, sequence_size=2, sequence_mode="ring_attn")).passes[0].flops
+        recorded(simulated_model(path, dims=ParallelDims(cp=2), sequence_mode="ring_attn"))
+        .passes[0]
+        .flops
     )
 
 
@@ -151,7 +153,7 @@ def test_stages_together_are_the_model(config: Path, each: int) -> None:
 @pytest.mark.parametrize("mode", get_args(Mode))
 def test_stages_of_context_parallel_ranks_are_the_model(config: Path, mode: Any) -> None:
     """Hidden states of a rank's tokens go from stage to stage, and the loss is the last one's."""
-    model = simulated_model(config, sequence_size=2, sequence_mode=mode)
+    model = simulated_model(config, dims=ParallelDims(cp=2), sequence_mode=mode)
     whole = recorded(model).passes[0]
     passes = [one for rank in range(2) for one in recorded(model, rank, 2).passes.values()]
     assert sum(one.flops for one in passes) == whole.flops
@@ -182,7 +184,7 @@ def test_tensor_parallel_ranks_may_be_sequence_parallel(
     """
     link = Link(bytes_per_second=1e9)
 
-    def of_a_block(**divided: int) -> tuple[int, float]:
+    def of_a_block(**divided: Any) -> tuple[int, float]:
         """What it keeps, and seconds of what it exchanges but for gradients of norms."""
         seconds = []
         one, two = two_blocks(simulated_model(config, **divided), recomputes=recomputes)
@@ -192,8 +194,10 @@ def test_tensor_parallel_ranks_may_be_sequence_parallel(
         return two.kept_bytes - one.kept_bytes, seconds[1] - seconds[0]
 
     kept, _ = of_a_block()
-    kept_of_layers, exchanged = of_a_block(tensor_size=2)
-    kept_of_tokens, exchanged_of_tokens = of_a_block(tensor_size=2, sequence_parallel=True)
+    kept_of_layers, exchanged = of_a_block(dims=ParallelDims(tp=2))
+    kept_of_tokens, exchanged_of_tokens = of_a_block(
+        dims=ParallelDims(tp=2), sequence_parallel=True
+    )
     random_state = 0 if recomputes else 16  # which attention keeps
     assert kept_of_tokens - random_state == (kept - random_state) / 2
     assert kept_of_layers > kept_of_tokens
@@ -202,7 +206,7 @@ def test_tensor_parallel_ranks_may_be_sequence_parallel(
 
 def test_stages_of_sequence_parallel_layers_are_the_model(config: Path) -> None:
     """All tokens go from stage to stage, whichever stages of the model were recorded before."""
-    model = simulated_model(config, tensor_size=2, sequence_parallel=True)
+    model = simulated_model(config, dims=ParallelDims(tp=2), sequence_parallel=True)
     whole = recorded(model).passes[0]
     for each in (1, 3):
         ranks = [recorded(model, rank, 2, each) for rank in range(2)]
@@ -276,7 +280,9 @@ def test_experts_are_chosen_the_same_way(tmp_path: Path, count: int, precision: 
     """A rank has some of them, and their choices of both ranks' samples; else it does its own."""
     path = mixture_file(tmp_path, num_local_experts=count)
     whole = recorded(simulated_model(path, precision=precision))
-    part = recorded(simulated_model(path, precision=precision, expert_size=2))
+    part = recorded(
+        simulated_model(path, precision=precision, dims=ParallelDims.of_one_replica(ep=2))
+    )
     own, element = -(-count // 2), 4 if precision == "fp32" else 2
     of_an_expert = 3 * WIDTH * 2 * WIDTH
     assert whole.param_bytes - part.param_bytes == 3 * (count - own) * of_an_expert * element
@@ -292,14 +298,18 @@ def test_experts_are_chosen_the_same_way(tmp_path: Path, count: int, precision: 
         ("all_to_all", states + 2 * rows * 2 * (4 + 4)), ("all_to_all", states)
     ] * 3  # fmt: skip
     assert part.settled_bytes == part.param_bytes - 3 * own * of_an_expert * element
-    assert whole.settled_bytes == recorded(simulated_model(path, tensor_size=2)).settled_bytes == 0
+    assert (
+        whole.settled_bytes
+        == recorded(simulated_model(path, dims=ParallelDims(tp=2))).settled_bytes
+        == 0
+    )
 
 
 def test_expert_parallel_ranks_take_other_samples() -> None:
     on = cluster(ranks_per_node=4)
     some = layouts(on, batch=8, sequence=TOKENS, blocks=0, heads=4, experts=4)
     for one in some:
-        takers = one.data * (one.experts if one.tensor == 1 else 1)
+        takers = one.dims.dp
         assert one.rows * one.microbatches * takers == 8, one
 
 
@@ -309,7 +319,7 @@ def test_experts_are_sharded_with_layers_or_alone(tmp_path: Path) -> None:
         Workload(batch=2, sequence=TOKENS, precision="bf16", state_format="fp32"),
     )
     on = cluster(ranks_per_node=2)
-    kinds = {(one.tensor, one.experts) for one in found.layouts(on)}
+    kinds = {(one.dims.tp, one.dims.ep) for one in found.layouts(on)}
     assert kinds == {(1, 1), (2, 1), (1, 2), (2, 2)}
     shown = found.search(on, shown=100)
     every = [found.cost(layout, on) for layout in found.layouts(on)]
@@ -328,7 +338,7 @@ def test_a_rank_is_that_of_training(config: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(config))
     whole = sum(p.numel() for p in model.parameters()) * 4
     norms = sum(p.numel() for p in model.parameters() if p.ndim == 1) * 4
-    part = recorded(simulated_model(config, tensor_size=2)).param_bytes
+    part = recorded(simulated_model(config, dims=ParallelDims(tp=2))).param_bytes
     assert part == (whole - norms) // 2 + norms
 
 
@@ -425,7 +435,10 @@ def test_gpus_exchange_through_host_memory_unless_asked_otherwise(config: Path) 
     assert cluster().replica_link == replace(cluster().link, bytes_per_second=on.machine.dram / 2)
     assert through_host(ranks_per_node=1).remark() == ""
     found = search(config)
-    for layout in (Layout(tensor=4, rows=8), Layout(sequence=4, mode="ring_attn", rows=8)):
+    for layout in (
+        Layout(dims=ParallelDims(tp=4), rows=8),
+        Layout(dims=ParallelDims(cp=4), mode="ring_attn", rows=8),
+    ):
         host, nccl = (found.cost(layout, of) for of in (on, cluster()))
         assert host.busy["exchange"] > nccl.busy["exchange"] > 0
         assert host.seconds > nccl.seconds
@@ -472,21 +485,21 @@ def test_layouts_use_all_ranks_and_all_samples() -> None:
                          blocks=BLOCKS, heads=4))  # fmt: skip
     assert len(set(found)) == len(found)
     for one in found:
-        assert one.ranks == 8
-        assert one.rows * one.microbatches * one.data == 16
-        assert one.style in ("gpipe", "zbv") or one.microbatches >= one.stages
+        assert one.dims.world_size == 8
+        assert one.rows * one.microbatches * one.dims.edp == 16
+        assert one.style in ("gpipe", "zbv") or one.microbatches >= one.dims.pp
         assert one.style != "zbv" or (one.stages_per_rank, one.activations) == (2, "keep")
-    kinds = {(one.tensor, one.sequence, one.stages) for one in found}
+    kinds = {(one.dims.tp, one.dims.cp, one.dims.pp) for one in found}
     assert {(4, 1, 2), (1, 4, 1), (2, 2, 2), (1, 2, 4), (1, 1, 4), (1, 1, 1)} <= kinds
 
 
 @pytest.mark.parametrize("heads", [0, 6])
 def test_heads_that_do_not_divide_are_not_sharded(heads: int) -> None:
     found = list(layouts(cluster(), batch=8, sequence=TOKENS, blocks=BLOCKS, heads=heads))
-    assert {one.tensor for one in found} == ({1, 2} if heads else {1})
-    by_heads = {one.tensor * one.sequence for one in found if one.mode == "all_to_all"}
+    assert {one.dims.tp for one in found} == ({1, 2} if heads else {1})
+    by_heads = {one.dims.tp * one.dims.cp for one in found if one.mode == "all_to_all"}
     assert by_heads == ({1, 2} if heads else {1})
-    modes = {one.mode for one in found if one.sequence == 4}
+    modes = {one.mode for one in found if one.dims.cp == 4}
     assert modes == ({"all_gather", "ring_attn"} if heads else set())
 
 
@@ -494,14 +507,14 @@ def test_sequence_parallel_ranks_shard_tokens_evenly_and_nothing_else() -> None:
     for sequence, sizes in ((TOKENS, {2, 4}), (30, {2}), (31, set())):
         found = layouts(cluster(), batch=8, sequence=sequence, blocks=BLOCKS, heads=4, experts=4)
         of = [one for one in found if one.sequence_parallel]
-        assert {one.tensor for one in of} == sizes
-        assert {one.sequence for one in of} <= {1}
-        assert {one.experts == one.tensor for one in of} == ({True, False} if of else set())
+        assert {one.dims.tp for one in of} == sizes
+        assert {one.dims.cp for one in of} <= {1}
+        assert {one.dims.ep == one.dims.tp for one in of} == ({True, False} if of else set())
 
 
 def test_rings_need_two_pieces_of_a_sequence_each() -> None:
     found = list(layouts(cluster(), batch=8, sequence=20, blocks=BLOCKS, heads=4))
-    of = {(one.sequence, one.mode) for one in found if one.sequence > 1}
+    of = {(one.dims.cp, one.mode) for one in found if one.dims.cp > 1}
     assert of == {(4, "all_to_all"), (4, "all_gather"), *((2, mode) for mode in get_args(Mode))}
 
 
@@ -518,10 +531,10 @@ def test_more_ranks_take_less_time_and_memory(config: Path) -> None:
     on = cluster(link_latency_us=0, link="1000GB/s", dram="8000GB/s")
     one = found.cost(Layout(rows=8), replace(on, ranks_per_node=1))
     for layout in (
-        Layout(tensor=2, rows=8),
-        Layout(stages=2, microbatches=4, rows=2),
-        Layout(data=2, rows=4),
-        Layout(sequence=2, rows=8),
+        Layout(dims=ParallelDims(tp=2), rows=8),
+        Layout(dims=ParallelDims(pp=2), microbatches=4, rows=2),
+        Layout(dims=ParallelDims(dp_shard=2), rows=4),
+        Layout(dims=ParallelDims(cp=2), rows=8),
     ):
         cost = found.cost(layout, on)
         assert cost.seconds < one.seconds
@@ -530,7 +543,7 @@ def test_more_ranks_take_less_time_and_memory(config: Path) -> None:
 
 def test_a_slower_link_takes_longer_where_ranks_exchange(config: Path) -> None:
     found = search(config)
-    layout = Layout(tensor=2, rows=8)
+    layout = Layout(dims=ParallelDims(tp=2), rows=8)
     fast, slow = (found.cost(layout, cluster(link=link)) for link in ("100GB/s", "1GB/s"))
     assert slow.seconds > fast.seconds
     assert slow.bound == "exchange"
@@ -540,7 +553,7 @@ def test_a_slower_link_takes_longer_where_ranks_exchange(config: Path) -> None:
 def test_what_is_passed_on_in_a_ring_travels_while_ranks_compute(config: Path) -> None:
     """But on the host, where both need the same processors; and not more than computing takes."""
     found = search(config)
-    layout = Layout(sequence=4, mode="ring_attn", rows=8)
+    layout = Layout(dims=ParallelDims(cp=4), mode="ring_attn", rows=8)
 
     def exchange(**changes: Any) -> float:
         return found.cost(layout, cluster(link_latency_us=0, **changes)).busy["exchange"]
@@ -555,7 +568,7 @@ def test_what_is_passed_on_in_a_ring_travels_while_ranks_compute(config: Path) -
 def test_who_waits_leaves_processors_to_others(config: Path) -> None:
     """Twice the ranks on as many processors take no less time, and bubbles cost nothing there."""
     found = search(config)
-    layout = Layout(stages=2, microbatches=2, rows=4)
+    layout = Layout(dims=ParallelDims(pp=2), microbatches=2, rows=4)
     own, shared, one = (
         found.cost(layout, cluster(device="cpu", ranks_per_node=ranks, at_once=at_once))
         for ranks, at_once in ((2, 2), (2, 1), (1, 1))
@@ -570,7 +583,7 @@ def test_who_waits_leaves_processors_to_others(config: Path) -> None:
 def test_who_waits_for_a_sum_leaves_processors_to_others(config: Path) -> None:
     """What a sum takes to begin is no work: on shared processors others compute meanwhile."""
     found = search(config)
-    layout = Layout(tensor=2, data=2, rows=4)
+    layout = Layout(dims=ParallelDims(dp_shard=2, tp=2), rows=4)
     on = {"device": "cpu", "ranks_per_node": 4, "link": "1GB/s"}
     soon, late = (
         found.cost(layout, cluster(at_once=2, link_latency_us=latency, **on))
@@ -587,7 +600,7 @@ def test_who_waits_for_a_sum_leaves_processors_to_others(config: Path) -> None:
 def test_machines_exchange_sums_means_and_parts(config: Path) -> None:
     """On two of two ranks each half of the weights crosses as sums or means, and a quarter new."""
     found = search(config)
-    layout = Layout(data=4, rows=2)
+    layout = Layout(dims=ParallelDims(dp_shard=4), rows=2)
     on = {"device": "cpu", "link_latency_us": 0, "network_latency_us": 0, "link": "1GB/s"}
     one, two, four = (
         found.cost(layout, cluster(nodes=nodes, ranks_per_node=4 // nodes, network="1GB/s", **on))
@@ -602,7 +615,7 @@ def test_machines_exchange_sums_means_and_parts(config: Path) -> None:
 def test_bubbles_shrink_with_micro_batches(config: Path) -> None:
     found = search(config)
     few, many = (
-        found.cost(Layout(stages=2, microbatches=count, rows=8 // count), cluster())
+        found.cost(Layout(dims=ParallelDims(pp=2), microbatches=count, rows=8 // count), cluster())
         for count in (2, 8)
     )
     assert many.busy["bubble"] < few.busy["bubble"]
@@ -626,7 +639,7 @@ def test_a_zero_bubble_waits_less_and_keeps_more(config: Path) -> None:
     found = search(config)
     folded, interleaved = (
         found.cost(
-            Layout(stages=2, microbatches=4, rows=2, style=style, stages_per_rank=2),  # type: ignore[arg-type]
+            Layout(dims=ParallelDims(pp=2), microbatches=4, rows=2, style=style, stages_per_rank=2),  # type: ignore[arg-type]
             cluster(),
         )
         for style in ("zbv", "interleaved")
@@ -664,7 +677,7 @@ def test_no_layout_takes_less_than_its_bounds(
     for cost in every:
         layout = cost.layout
         for on, seconds in ((NARROW, cost.seconds), (slow, found.cost(layout, slow).seconds)):
-            for like in (replace(layout, sequence=1, mode="all_to_all"), layout):
+            for like in (layout.undivided(), layout):
                 bounds = [*found._bound(like, layout, on), *found._own_bound(layout, on)]
                 assert all(bound <= seconds for bound in bounds), layout
                 assert bounds or not cost.fits(on.machine)
@@ -739,7 +752,7 @@ def test_what_attention_refuses_is_said(tmp_path: Path) -> None:
     workload = Workload(batch=1, sequence=TOKENS, precision="bf16", state_format="fp32")
     found = LayoutSearch(path, workload).search(cluster(ranks_per_node=2), shown=100)
     assert "a value for each head (s_aux)" in found.refused["sequences among 2 (all_to_all)"]
-    modes = {cost.layout.mode for cost in found.fitting if cost.layout.sequence > 1}
+    modes = {cost.layout.mode for cost in found.fitting if cost.layout.dims.cp > 1}
     assert modes == {"all_gather", "ring_attn"}
 
 
@@ -753,7 +766,7 @@ def test_models_whose_blocks_castor_does_not_know_have_no_sequence_parallel_layo
     )
     found = search(path, batch=1).search(cluster(ranks_per_node=2), shown=9)
     assert "no row of blocks of a T5" in found.refused["layers among 2 (split_gather)"]
-    assert any(cost.layout.tensor == 2 for cost in found.fitting)
+    assert any(cost.layout.dims.tp == 2 for cost in found.fitting)
     assert not any(cost.layout.sequence_parallel for cost in found.fitting)
 
 
@@ -762,7 +775,7 @@ def test_what_a_model_does_not_take_is_said(tmp_path: Path) -> None:
     path = config_file(tmp_path, hidden_size=96, num_hidden_layers=2, **heads)
     found = search(path, batch=4).search(cluster(ranks_per_node=2))
     assert "layers among 2" in found.refused
-    assert all(cost.layout.tensor == 1 for cost in found.fitting)
+    assert all(cost.layout.dims.tp == 1 for cost in found.fitting)
 
 
 def test_ranks_that_share_a_key_value_head_are_a_layout(tmp_path: Path) -> None:

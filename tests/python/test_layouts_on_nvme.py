@@ -16,13 +16,14 @@ from castor.planner.cluster import Cluster
 from castor.planner.layout_cost import LayoutCost
 from castor.planner.layout_search import LayoutSearch
 from castor.planner.layouts import Layout
+from castor.runtime.parallel_dims import ParallelDims
 from test_layouts import cluster, config_file, run_plan, search
 
 NVME: dict[str, Any] = {"nvme": "4GB/s", "nvme_path": "/mnt/nvme"}
 LAYERS, STAGES, COPIES = (
-    Layout(tensor=2, rows=8),
-    Layout(stages=2, microbatches=4, rows=2),
-    Layout(data=2, rows=4),
+    Layout(dims=ParallelDims(tp=2), rows=8),
+    Layout(dims=ParallelDims(pp=2), microbatches=4, rows=2),
+    Layout(dims=ParallelDims(dp_shard=2), rows=4),
 )
 
 

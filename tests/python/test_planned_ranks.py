@@ -19,6 +19,7 @@ from castor.planner.cluster import Cluster
 from castor.planner.layout_report import plan_of
 from castor.planner.layout_search import LayoutSearch
 from castor.planner.layouts import Layout
+from castor.runtime.parallel_dims import ParallelDims
 from rank_processes import found, found_by_each
 from tensor_cases import LOSS
 
@@ -34,28 +35,30 @@ LLAMA = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])
 MIXTRAL = MixtralConfig(
     **SIZES, num_local_experts=3, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]
 )
-TOKENS = Layout(tensor=2, sequence_parallel=True, rows=4)
+TP2_EP2, TP2_PP2 = ParallelDims(tp=2, ep=2), ParallelDims(tp=2, pp=2)
+TOKENS = Layout(dims=ParallelDims(tp=2), sequence_parallel=True, rows=4)
 LAYOUTS: dict[str, tuple[PretrainedConfig, Layout]] = grids.some({
-    "all_to_all": (LLAMA, Layout(sequence=2, rows=4)),
-    "all_gather": (LLAMA, Layout(sequence=2, mode="all_gather", rows=4)),
-    "ring_attn": (LLAMA, Layout(sequence=2, mode="ring_attn", rows=2, microbatches=2)),
-    "zbv": (LLAMA, Layout(stages=2, style="zbv", stages_per_rank=2, microbatches=4)),
+    "all_to_all": (LLAMA, Layout(dims=ParallelDims(cp=2), rows=4)),
+    "all_gather": (LLAMA, Layout(dims=ParallelDims(cp=2), mode="all_gather", rows=4)),
+    "ring_attn": (LLAMA, Layout(dims=ParallelDims(cp=2), mode="ring_attn", rows=2, microbatches=2)),
+    "zbv": (LLAMA, Layout(dims=ParallelDims(pp=2), style="zbv", stages_per_rank=2, microbatches=4)),
     "sequences and stages": (
         LLAMA,
         Layout(
-            sequence=2, mode="ring_attn", stages=2, style="zbv", stages_per_rank=2, microbatches=4
+            dims=ParallelDims(cp=2, pp=2), mode="ring_attn", style="zbv", stages_per_rank=2,
+            microbatches=4,
         ),
     ),
-    "experts": (MIXTRAL, Layout(experts=2, rows=2)),
-    "layers and experts": (MIXTRAL, Layout(tensor=2, experts=2, rows=4)),
+    "experts": (MIXTRAL, Layout(dims=ParallelDims.of_one_replica(ep=2), rows=2)),
+    "layers and experts": (MIXTRAL, Layout(dims=ParallelDims(tp=2, ep=2), rows=4)),
     "tokens": (LLAMA, TOKENS),
-    "tokens and experts": (MIXTRAL, replace(TOKENS, experts=2, activations="recompute")),
-    "tokens and stages": (LLAMA, replace(TOKENS, stages=2, microbatches=4, rows=1)),
+    "tokens and experts": (MIXTRAL, replace(TOKENS, dims=TP2_EP2, activations="recompute")),
+    "tokens and stages": (LLAMA, replace(TOKENS, dims=TP2_PP2, microbatches=4, rows=1)),
 }, "all_to_all", "sequences and stages", "experts", "tokens and experts")  # fmt: skip
 """Of two ranks, or four, and steps of four samples, which ranks that divide experts alone share."""
 PASSES: dict[str, Layout] = grids.some({
-    "layers": Layout(tensor=2, rows=4),
-    "layers, recomputed": Layout(tensor=2, rows=4, activations="recompute"),
+    "layers": Layout(dims=ParallelDims(tp=2), rows=4),
+    "layers, recomputed": Layout(dims=ParallelDims(tp=2), rows=4, activations="recompute"),
     "tokens": TOKENS,
     "tokens, recomputed": replace(TOKENS, activations="recompute"),
 }, "layers", "tokens", "tokens, recomputed")  # fmt: skip
@@ -67,7 +70,7 @@ def plan(
 ) -> LayoutSearch:
     """Writes the model and its plan; gives what the plan comes from."""
     folder.mkdir(parents=True)
-    on = Cluster.of(CLUSTER | {"ranks_per_node": layout.ranks}, "fp32")
+    on = Cluster.of(CLUSTER | {"ranks_per_node": layout.dims.world_size}, "fp32")
     config = folder / "config.json"
     model.to_json_file(config, use_diff=False)
     search = LayoutSearch(config, workload)
@@ -80,7 +83,7 @@ def plan(
 def losses(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("plans")
     for name, (model, layout) in LAYOUTS.items():
-        plan(directory / str(layout.ranks) / name, model, layout)
+        plan(directory / str(layout.dims.world_size) / name, model, layout)
     return {
         name: losses
         for ranks in (2, 4)
@@ -129,10 +132,10 @@ def test_ranks_exchange_and_keep_what_is_planned(name: str, passes: Any) -> None
 
 
 SPILLED: dict[str, tuple[Layout, float]] = grids.some({
-    "layers": (Layout(tensor=2, rows=4), 0.8),
-    "layers, parameters": (Layout(tensor=2, rows=4), 0.45),
-    "stages": (Layout(stages=2, microbatches=4), 0.8),
-    "stages, parameters": (Layout(stages=2, microbatches=4), 0.45),
+    "layers": (Layout(dims=ParallelDims(tp=2), rows=4), 0.8),
+    "layers, parameters": (Layout(dims=ParallelDims(tp=2), rows=4), 0.45),
+    "stages": (Layout(dims=ParallelDims(pp=2), microbatches=4), 0.8),
+    "stages, parameters": (Layout(dims=ParallelDims(pp=2), microbatches=4), 0.45),
 }, "layers", "stages, parameters")  # fmt: skip
 """And what there is of the host's memory that a rank needs."""
 

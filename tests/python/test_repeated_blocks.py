@@ -13,6 +13,7 @@ from torch import nn
 from castor.planner import repeated_blocks
 from castor.planner.repeated_blocks import NotRepeated, RepeatedBlocks, repeats
 from castor.planner.simulated_rank import SimulatedModel
+from castor.runtime.parallel_dims import ParallelDims
 
 COMMON = {
     "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4,
@@ -46,10 +47,10 @@ CONFIGS = {
 }  # fmt: skip
 DIVIDED: dict[str, dict[str, Any]] = {
     "whole": {},
-    "layers": {"tensor_size": 2},
-    "tokens": {"tensor_size": 2, "sequence_parallel": True},
-    "sequences": {"sequence_size": 2},
-    "keys": {"sequence_size": 2, "sequence_mode": "all_gather"},
+    "layers": {"dims": ParallelDims(tp=2)},
+    "tokens": {"dims": ParallelDims(tp=2), "sequence_parallel": True},
+    "sequences": {"dims": ParallelDims(cp=2)},
+    "keys": {"dims": ParallelDims(cp=2), "sequence_mode": "all_gather"},
 }
 REFUSED = {
     ("bloom", "sequences"), ("bloom", "keys"), ("router loss", "sequences"),

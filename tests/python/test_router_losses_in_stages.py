@@ -229,9 +229,7 @@ def test_simulated_stages_send_router_logits_too(tmp_path: Path) -> None:
     model.config.architectures = [type(model).__name__]
     path = tmp_path / "config.json"
     model.config.to_json_file(path, use_diff=False)
-    simulated_model = SimulatedModel(
-        path, precision="bf16", state_format="split", tensor_size=1, sequence_size=1,
-    )  # fmt: skip
+    simulated_model = SimulatedModel(path, precision="bf16", state_format="split")
 
     def record(rank: int, ranks: int, each: int) -> Any:
         own, stages = range(rank, ranks * each, ranks), ranks * each

@@ -65,6 +65,8 @@ RUN = [
     (["--set", "seed=1", "--set", "seed=2"], "seed is given twice, by --set and by --set"),
     (["--plan", "plan.json", "--device-memory", "1GiB"], "give one of them"),
     (["--plan", "plan.json", "--nproc", "3"], "--nproc is 3, and plan.json is for 2; leave it out"),
+    (["--plan", "odd.json"], "odd.json: its layout needs a multiple of 2 ranks, and it is for 3"),
+    (["--plan", "text.json"], "text.json: tp is 'two'; give a whole number"),
     # files
     (["--config", "missing.json"], "missing.json: No such file or directory; give a file"),
     (["--config", "broken.json"], "broken.json is no JSON"),
@@ -168,6 +170,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "depth.json").write_text('{"device_memory": "1GiB", "depth": 2}')
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    (tmp_path / "odd.json").write_text(json.dumps(PLAN | {"ranks_per_node": 3}))
+    (tmp_path / "text.json").write_text(json.dumps(PLAN | {"layout": {"tp_size": "two"}}))
     (tmp_path / "checkpoint").mkdir()
     torch.save({"head": torch.zeros(2)}, tmp_path / "checkpoint" / "model.pt")
     monkeypatch.chdir(tmp_path)

@@ -182,10 +182,11 @@ class GeminiSettings(StepSettings, LossScalerConfig):
     that runs."""
     extra_dp_size: Annotated[int, at_least(1)] = 1
     """Number of replicas of the weights that n ranks keep with zero_stage=3 where they share no
-    memory (HSDP). Each replica is sharded over n / extra_dp_size neighbouring ranks, and a rank
-    reads from its neighbours alone. It keeps extra_dp_size / n of the weights in host_memory.
-    Gradients and optimizer states stay sharded over all ranks. Same bits. Ranks that share memory
-    keep one replica on each machine; the number of machines is accepted there."""
+    memory (HSDP); it divides the number of data-parallel ranks. Each replica is sharded over n /
+    extra_dp_size neighbouring ranks, and a rank reads from its neighbours alone. It keeps
+    extra_dp_size / n of the weights in host_memory. Gradients and optimizer states stay sharded
+    over all ranks. Same bits. Ranks that share memory keep one replica on each machine; the number
+    of machines is accepted there."""
 
 
 @dataclass(frozen=True, kw_only=True)

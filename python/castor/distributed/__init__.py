@@ -3,7 +3,6 @@
 from castor.distributed.adapters import beneath_adapters
 from castor.distributed.context_parallel import ContextParallel
 from castor.distributed.expert_parallel import ExpertParallel
-from castor.distributed.layout import RankLayout, data_rank_and_size
 from castor.distributed.microbatches import (
     Accumulation,
     Asked,
@@ -12,6 +11,7 @@ from castor.distributed.microbatches import (
     Schedule,
     schedule_of,
 )
+from castor.distributed.parallel_groups import ParallelGroups, data_rank_and_size
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import find_pipeline_plan
 from castor.distributed.rng_state import Generators
@@ -30,9 +30,9 @@ __all__ = [
     "Generators",
     "Microbatches",
     "Mode",
+    "ParallelGroups",
     "PipelineParallel",
     "Plan",
-    "RankLayout",
     "Schedule",
     "TensorParallel",
     "TensorRanks",

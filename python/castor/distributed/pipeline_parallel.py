@@ -48,7 +48,7 @@ class PipelineParallel:
         plan: PipelinePlan,
         ranks: TensorRanks,
         *,
-        peers_of_stages: Callable[[Sequence[int]], TensorRanks | None],
+        subset_of_pp: Callable[[Sequence[int]], TensorRanks | None],
         group: distributed.ProcessGroup,
         chunks: int = 1,
         folded: bool = False,
@@ -60,7 +60,7 @@ class PipelineParallel:
             model: A full model of transformers, on the CPU, lazy or not.
             plan: Pipeline plan of the model.
             ranks: Ranks that have its stages.
-            peers_of_stages: Makes a group of some of these ranks, by their numbers, or returns None
+            subset_of_pp: Makes a group of some of these ranks, by their numbers, or returns None
                 if this rank is not among them. All ranks of the run call it with the same numbers.
             group: Process group that stage inputs and outputs go through.
             chunks: Number of stages of each rank.
@@ -118,7 +118,7 @@ class PipelineParallel:
         self._transfer = StageTransfer.of(model, plan)
         self.ask_for_router_logits(model, {})
         self._cuts = [sum(layers[:stage]) for stage in range(stages + 1)]
-        self._peers_of_stages = peers_of_stages
+        self._subset_of_pp = subset_of_pp
         self.group = group
         self.device = torch.device("cpu")
         """Device that this rank computes on."""
@@ -348,7 +348,7 @@ class PipelineParallel:
                 continue
             members = tuple(sorted(ranks))
             if members not in groups:
-                groups[members] = self._peers_of_stages(members)
+                groups[members] = self._subset_of_pp(members)
             if group := groups[members]:
                 copies.append(SharedCopy(param=param, ranks=group))
         return SharedParameters(copies)

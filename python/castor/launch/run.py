@@ -13,6 +13,7 @@ from castor.errors import UsageError
 from castor.launch.process import start_process
 from castor.launch.summary import RunRecord, check_report, recording
 from castor.launch.target import find_target, names_castor, options_behind
+from castor.runtime.parallel_dims import ParallelDims
 
 JOIN_SECONDS = 25.0
 """Default of the seconds that a machine waits for the others."""
@@ -193,4 +194,14 @@ def _counts_of(path: Path, nproc: int | None, nodes: int) -> tuple[int, int]:
     ):
         if given not in (None, planned):
             raise UsageError(f"--{name} is {given}, and {path} is for {planned}; leave it out")
-    return plan["ranks_per_node"], plan["nodes"]
+    nproc, nodes = plan["ranks_per_node"], plan["nodes"]
+    try:
+        needed = ParallelDims.of_arguments(plan["layout"]).world_size
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    if nproc * nodes % needed:
+        raise UsageError(
+            f"{path}: its layout needs a multiple of {needed} ranks, and it is for {nproc} on each "
+            f"of {nodes} machines; mend it, or let `castor plan` write another"
+        )
+    return nproc, nodes

@@ -19,6 +19,7 @@ from castor.planner.layout_search import LayoutSearch
 from castor.planner.layouts import Layout, LayoutActivations
 from castor.planner.replicas import sent_between_replicas
 from castor.runtime.engine import WORKING_DTYPES
+from castor.runtime.parallel_dims import ParallelDims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,8 @@ def estimate_ranks(config: Path, workload: Workload, cluster: Cluster) -> RanksE
                 f"{' or '.join(map(str, known))} is"
             )
     activations = cast(LayoutActivations, workload.activations)
-    layout = Layout(data=cluster.ranks, rows=workload.batch, activations=activations)
+    dims = ParallelDims(dp_shard=cluster.ranks)
+    layout = Layout(dims=dims, rows=workload.batch, activations=activations)
     search = LayoutSearch(config, workload)
     cost = search.cost(layout, cluster)
     each = WORKING_DTYPES[workload.precision].itemsize

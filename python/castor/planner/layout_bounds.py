@@ -100,7 +100,7 @@ def least_of_passes(of_all: ModelInLayout, like: Layout) -> float | None:
         like: The layout, or a similar one that takes no less: without context parallelism.
     """
     layout, layers, cluster = of_all.layout, of_all.layers, of_all.cluster
-    share = layout.sequence // like.sequence
+    share = layout.dims.cp // like.dims.cp
     # Causal attention in a ring skips masked pairs of tokens: at most half of the work is saved.
     least = 0.5 if share > 1 and layout.mode == "ring_attn" else 1.0
 
@@ -110,19 +110,19 @@ def least_of_passes(of_all: ModelInLayout, like: Layout) -> float | None:
     each = of_rows(lambda whole: whole.seconds)
     block = of_rows(lambda whole: whole.block_seconds)
     count = len(layers)
-    blocks = [_blocks_of(of_all, rank) for rank in range(layout.stages)]
+    blocks = [_blocks_of(of_all, rank) for rank in range(layout.dims.pp)]
     # The first rank has the most micro-batches under way.
-    under_way = min(layout.microbatches, layout.stages) * blocks[0]
+    under_way = min(layout.microbatches, layout.dims.pp) * blocks[0]
     if layout.style == "zbv":  # when the first micro-batch has passed the last stage
         under_way = min(layout.microbatches, count - 1) * layers[0] + layers[-1]
     held = max(
         of_rows(lambda whole: whole.block_kept_bytes) * under_way,
-        of_rows(lambda whole: whole.kept_bytes) / layout.stages,
+        of_rows(lambda whole: whole.kept_bytes) / layout.dims.pp,
     )
     if held > cluster.machine.device_bytes:
         return None
-    working = layout.microbatches * max(each / layout.stages, block * max(blocks))
-    bubble = each * (layout.stages - 1) / count if layout.style != "zbv" else 0.0
+    working = layout.microbatches * max(each / layout.dims.pp, block * max(blocks))
+    bubble = each * (layout.dims.pp - 1) / count if layout.style != "zbv" else 0.0
     params = of_all.of_one.block_bytes * max(blocks[0], blocks[-1])
     element_bytes = WORKING_DTYPES[of_all.workload.precision].itemsize
     return working + bubble + reduced(layout, cluster, params, element_bytes)
@@ -140,10 +140,10 @@ def least_of_replicas(of_all: ModelInLayout) -> float:
         return 0.0
     kept = of_all.of_rows(lambda whole: whole.block_kept_bytes)
     # Share of weights in the bytes of a resident chunk: weights, gradients, the rank's states.
-    part = 1 / (2 + _states_of_weights(machine, of_all.workload) / layout.replicas)
+    part = 1 / (2 + _states_of_weights(machine, of_all.workload) / layout.dims.same_shard)
     return max(
         _of_rank(layout, block, kept, of_all.layers, machine, rank, part)
-        for rank in {0, layout.stages - 1}
+        for rank in {0, layout.dims.pp - 1}
     )
 
 
@@ -158,10 +158,10 @@ def least_of_nvme(of_all: ModelInLayout) -> float:
     if machine.nvme is None or not block_bytes or ranks_sharing_host_storage(layout, cluster) > 1:
         return 0.0
     block = of_all.of_rows(lambda whole: whole.block_seconds)
-    each = 2 + _states_of_weights(machine, workload) / layout.replicas
+    each = 2 + _states_of_weights(machine, workload) / layout.dims.same_shard
     beside = 1 if workload.overlap != "none" and not cluster.on_host else 0
     least = 0.0
-    for rank in {0, layout.stages - 1}:
+    for rank in {0, layout.dims.pp - 1}:
         blocks = _blocks_of(of_all, rank)
         weights = blocks * block_bytes
         over = weights * each - machine.host_bytes
@@ -178,8 +178,8 @@ def least_lacking(of_all: ModelInLayout) -> float:
     room: float = machine.host_bytes
     if machine.nvme is not None and sharing == 1:
         room += inf if machine.nvme_bytes is None else machine.nvme_bytes
-    each = 2 / sharing + _states_of_weights(machine, of_all.workload) / layout.replicas
-    blocks = max(_blocks_of(of_all, rank) for rank in {0, layout.stages - 1})
+    each = 2 / sharing + _states_of_weights(machine, of_all.workload) / layout.dims.same_shard
+    blocks = max(_blocks_of(of_all, rank) for rank in {0, layout.dims.pp - 1})
     return max(0.0, blocks * of_all.of_one.block_bytes * each - room) * ROUNDING
 
 
@@ -216,7 +216,7 @@ def _of_rank(
 ) -> float:
     room = machine.device_bytes
     count = layout.simulated_microbatches
-    order = _C.pipeline_order(layout.style, layout.stages, layout.stages_per_rank, count, rank)
+    order = _C.pipeline_order(layout.style, layout.dims.pp, layout.stages_per_rank, count, rank)
     held = most = fetched = 0.0
     for stage, _, what in order:
         if what == "of_weights":

@@ -141,14 +141,14 @@ class End(_Needs):
         whole = int(figures["host_bytes"])
         homes = 2 * recorded.param_bytes  # parameters and gradients
         sharing = ranks_sharing_host_storage(layout, cluster)
-        self.host_bytes = homes // sharing + max(0, whole - homes) // layout.replicas
+        self.host_bytes = homes // sharing + max(0, whole - homes) // layout.dims.same_shard
         self.nvme_bytes = self.nvme_weight_bytes = 0
         self.slowdown: float = self._slowdown_of(figures)
         self.update: float = figures["step_seconds"] - figures["passes_seconds"]
         self.in_memory = self.slowdown, self.update
         """Slowdown and seconds of the update if nothing waited for NVMe."""
-        settled = cluster.between(layout.of_layers).collective(
-            "all_reduce", recorded.settled_bytes, layout.experts_alone
+        settled = cluster.between(layout.dims.layer_shards).collective(
+            "all_reduce", recorded.settled_bytes, layout.dims.ep_of_dp
         )
         whole_reduced = reduced(layout, cluster, recorded.param_bytes, recorded.element_bytes)
         self.reduce = whole_reduced + settled
@@ -183,7 +183,7 @@ class End(_Needs):
         host_bytes = self._cluster.machine.host_bytes
         # Updates beside the first forwards delay them once, whatever the number of micro-batches.
         apart, _ = self._simulate(recorded, "none", host_bytes=host_bytes)
-        if apart["nvme_weight_bytes"] and self._layout.replicas > 1:
+        if apart["nvme_weight_bytes"] and self._layout.dims.same_shard > 1:
             return
         beside = apart
         if self._overlap != "none" and not self._cluster.on_host:
@@ -208,7 +208,7 @@ class End(_Needs):
             stage: seconds_of(one, cluster, layout) for stage, one in recorded.passes.items()
         }
         order = _C.pipeline_order(
-            *(layout.style, layout.stages, layout.stages_per_rank),
+            *(layout.style, layout.dims.pp, layout.stages_per_rank),
             *(layout.simulated_microbatches, self._rank),
         )
         events: Events = []
@@ -230,7 +230,10 @@ class End(_Needs):
             if left:
                 under_way[stage, microbatch] = left
         options = simulator.options(
-            cluster.machine, overlap=overlap, num_ranks=layout.replicas, on_host=cluster.on_host
+            cluster.machine,
+            overlap=overlap,
+            num_ranks=layout.dims.same_shard,
+            on_host=cluster.on_host,
         )
         options["host_bytes"] = host_bytes
         return recorded.simulator.run(events, computing, options), sum(computing)
@@ -272,8 +275,8 @@ def _exchanged(
     """
     total = waiting = passed = 0.0
     for sent in event.sent:
-        shares = layout.sequence if sent.group == SEQUENCE else layout.of_layers
-        apart = layout.of_layers * (layout.sequence if sent.group == SEQUENCE else 1)
+        shares = layout.dims.cp if sent.group == SEQUENCE else layout.dims.layer_shards
+        apart = layout.dims.layer_shards * (layout.dims.cp if sent.group == SEQUENCE else 1)
         link = cluster.between(apart)
         seconds = link.collective(sent.operation, sent.num_bytes, shares)
         if sent.operation == "ring_shift" and cluster.rings_overlap:
@@ -281,7 +284,7 @@ def _exchanged(
             continue
         total += seconds
         waiting += link.waiting(sent.operation, shares)
-    behind = computing * (layout.sequence - 1) / layout.sequence
+    behind = computing * (layout.dims.cp - 1) / layout.dims.cp
     return total + max(0.0, passed - behind), waiting
 
 
@@ -301,7 +304,7 @@ def cost_of(
     in_memory, update_in_memory = (
         max(of) for of in zip(*(end.in_memory for end in ends), strict=True)
     )
-    link = cluster.between(layout.of_layers * layout.sequence * layout.stages)
+    link = cluster.between(layout.dims.layer_shards * layout.dims.cp * layout.dims.pp)
     seconds = [seconds_of(one, cluster, layout) for one in stages]
     each = [
         (
@@ -313,11 +316,11 @@ def cost_of(
         for one, own in zip(stages, seconds, strict=True)
     ]
     passes = _C.pipeline_seconds(
-        layout.style, layout.stages, layout.stages_per_rank, layout.microbatches, each
+        layout.style, layout.dims.pp, layout.stages_per_rank, layout.microbatches, each
     )
     # The shares of the busiest rank are reported.
     busiest = max(
-        range(layout.stages),
+        range(layout.dims.pp),
         key=lambda rank: sum(sum(each[i][:2]) for i in layout.stages_of(rank)),
     )
     mine = layout.stages_of(busiest)
@@ -333,7 +336,7 @@ def cost_of(
         sum(one[:2]) * in_memory / slowdown - own.waiting
         for one, own in zip(each, seconds, strict=True)
     )
-    each_works = layout.microbatches * busy_in_all / layout.stages
+    each_works = layout.microbatches * busy_in_all / layout.dims.pp
     needed = (each_works + reduce + update_in_memory) * cluster.ranks_per_node / cluster.at_once
     busy = {
         "compute": computing - exchange,

@@ -144,8 +144,8 @@ def _samples(layout: Layout) -> int:
 
 def ranks_of(layout: Layout) -> str:
     """Describes the parallel sizes of a layout, such as "tp 2, dp 4"."""
-    sizes = {"tp": layout.tensor, "ep": layout.experts, "sp": layout.sequence}
-    sizes |= {"pp": layout.stages, "dp": layout.data}
+    sizes = {"tp": layout.dims.tp, "ep": layout.dims.ep, "sp": layout.dims.cp}
+    sizes |= {"pp": layout.dims.pp, "dp": layout.dims.edp}
     found = [f"{name} {of}" for name, of in sizes.items() if of > 1]
     return ", ".join([*found, *filter(None, [layout.sequence_parallelism])]) or "one"
 
@@ -153,7 +153,7 @@ def ranks_of(layout: Layout) -> str:
 def schedule_of(layout: Layout) -> str:
     """Describes the micro-batches and their rows, and the pipeline's schedule."""
     how = f"{layout.microbatches} x {layout.rows}"
-    return f"{how} {layout.style}" if layout.stages > 1 else how
+    return f"{how} {layout.style}" if layout.dims.pp > 1 else how
 
 
 def _render(found: Found, search: LayoutSearch, workload: Workload, console: Console) -> None:

@@ -231,7 +231,7 @@ class LayoutSearch:
 
     def _layers_of(self, layout: Layout) -> list[int]:
         """Returns the number of blocks of each stage."""
-        count = layout.stages * layout.stages_per_rank
+        count = layout.num_stages
         return self._model(_WHOLE).layers_of(count) if count > 1 else [self._blocks]
 
     def _whole(self, like: Layout, cluster: Cluster) -> tuple[MicroBatchCost, MicroBatchCost]:
@@ -241,14 +241,15 @@ class LayoutSearch:
             # A stage for each block is recorded soonest: all middle stages cost the same, so that
             # only the middle one, and one with two blocks, are recorded.
             stages = self._blocks if self._blocks > 3 else 1
-            whole = replace(like.division(), stages=stages, data=1)
+            dims = replace(like.dims.one_replica(), pp=stages)
+            whole = replace(like.division(), dims=dims)
             of_one, of_two = (self._whole_of(replace(whole, rows=rows), cluster) for rows in (1, 2))
             self._wholes[key] = of_one, of_two
         return self._wholes[key]
 
     def _whole_of(self, whole: Layout, cluster: Cluster) -> MicroBatchCost:
         tile = cluster.machine.device_bytes
-        middle, last = whole.stages // 2, whole.stages - 1
+        middle, last = whole.dims.pp // 2, whole.dims.pp - 1
         ranks = {number: self._rank(whole, number, tile) for number in {0, middle, last}}
         ends = {number: rank.passes[number] for number, rank in ranks.items()}
         passes = self._stages(whole, ends, tile)
@@ -258,7 +259,7 @@ class LayoutSearch:
             return sum(own.forward) + sum(own.backward)
 
         seconds, kept = sum(map(seconds_in, passes)), sum(one.kept_bytes for one in passes)
-        if whole.stages == 1:
+        if whole.dims.pp == 1:
             return MicroBatchCost(seconds=seconds, kept_bytes=kept)
         # The difference of the two stages is one block; the rest is a stage's own overhead.
         one, two = passes[middle], self._two_blocks(whole, tile)
@@ -276,7 +277,7 @@ class LayoutSearch:
 
     def _two_blocks(self, whole: Layout, tile: int) -> StagePass:
         """Returns the pass of a stage of two blocks, the second in the middle of the model."""
-        number, layers = whole.stages // 2 - 1, [1] * (whole.stages - 1)
+        number, layers = whole.dims.pp // 2 - 1, [1] * (whole.dims.pp - 1)
         layers[number] = 2
         return self._record(whole, (number,), tile, layers).passes[number]
 
@@ -293,8 +294,8 @@ class LayoutSearch:
             self._refuse(layout, _refusal(error, layout))
 
     def _refuse(self, layout: Layout, error: Exception) -> None:
-        names = {"layers": layout.tensor, "experts": layout.experts}
-        names |= {"sequences": layout.sequence, "stages": layout.stages}
+        names = {"layers": layout.dims.tp, "experts": layout.dims.ep}
+        names |= {"sequences": layout.dims.cp, "stages": layout.dims.pp}
         what = ", ".join(f"{name} among {of}" for name, of in names.items() if of > 1)
         if mode := layout.sequence_parallelism:
             what += f" ({mode})"
@@ -315,12 +316,12 @@ class LayoutSearch:
     ) -> Iterator[dict[int, tuple[SimulatedRank, End]]]:
         """Yields the first and the last rank of a pipeline; nothing if one exceeds the limit."""
         found = {}
-        for rank in sorted({0, layout.stages - 1}):
+        for rank in sorted({0, layout.dims.pp - 1}):
             recorded = self._rank(layout, rank, cluster.machine.device_bytes)
             end = End(recorded, layout, cluster, rank, overlap=self.workload.overlap)
             if end.needs_nvme and end.least_seconds < limit:
                 tile = cluster.machine.device_bytes
-                end.store(self._rank(layout, rank, tile, layout.replicas))
+                end.store(self._rank(layout, rank, tile, layout.dims.same_shard))
             if limit < inf and (end.least_seconds >= limit or not end.fits(cluster.machine)):
                 return
             found[rank] = recorded, end
@@ -337,7 +338,7 @@ class LayoutSearch:
 
     def _stages(self, layout: Layout, ends: dict[int, StagePass], tile: int) -> list[StagePass]:
         """Returns the pass of each stage. Middle stages with as many blocks share one pass."""
-        count = layout.stages * layout.stages_per_rank
+        count = layout.num_stages
         layers = self._model(_WHOLE).layers_of(count) if count > 1 else [0]
         alike = [(blocks, n == 0, n == count - 1) for n, blocks in enumerate(layers)]
         known = {alike[stage]: one for stage, one in ends.items()}
@@ -354,9 +355,7 @@ class LayoutSearch:
                 precision=self.workload.precision,
                 state_format=self.workload.state_format,
                 rule=self.workload.optimizer,
-                tensor_size=division.tensor,
-                expert_size=division.experts,
-                sequence_size=division.sequence,
+                dims=division.dims,
                 sequence_mode=division.mode,
                 sequence_parallel=division.sequence_parallel,
                 results=self._results,
@@ -374,7 +373,7 @@ class LayoutSearch:
         return self._passes[key]
 
     def _rank(self, layout: Layout, rank: int, tile: int, replicas: int = 1) -> SimulatedRank:
-        stages, splits = layout.stages * layout.stages_per_rank, layout.style == "zbv"
+        stages, splits = layout.num_stages, layout.style == "zbv"
         own = tuple(layout.stages_of(rank))
         key = (layout.of_model(), own, stages, splits, layout.rows, tile, replicas)
         if key not in self._ranks:
@@ -391,7 +390,7 @@ class LayoutSearch:
         """Records a rank's stages; `layers` are the blocks of each stage, None: as in training."""
         return self._model(layout).record(
             own,
-            len(layers) if layers else layout.stages * layout.stages_per_rank,
+            len(layers) if layers else layout.num_stages,
             rows=layout.rows,
             sequence=self.workload.sequence,
             tile=tile,
@@ -409,6 +408,6 @@ def _refusal(error: Exception, layout: Layout) -> Exception:
     """
     if not isinstance(error, ValueError):
         return error
-    if layout.sequence > 1 and isinstance(error.__cause__, NotImplementedError):
+    if layout.dims.cp > 1 and isinstance(error.__cause__, NotImplementedError):
         return error.__cause__
     raise error

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from castor.config.names import SPLIT_GATHER, PipelineStyle
 from castor.distributed import Mode
 from castor.planner.cluster import Cluster
+from castor.runtime.parallel_dims import ONE_RANK, ParallelDims
 
 LayoutActivations = Literal["keep", "recompute"]
 _MOST_STAGES_PER_RANK = 2
@@ -19,21 +20,12 @@ _LARGEST_MICROBATCH = 64
 class Layout:
     """Layout of ranks: the shards of model and data that each rank has."""
 
-    tensor: int = 1
-    """Number of tensor-parallel ranks."""
-    experts: int = 1
-    """Number of expert-parallel ranks: the tensor-parallel ones if `tensor` is above 1, otherwise
-    ranks that take different samples."""
-    sequence: int = 1
-    """Number of context-parallel ranks."""
+    dims: ParallelDims = ONE_RANK
+    """Sizes of the groups of ranks."""
     mode: Mode = "all_to_all"
     """Mode of context parallelism."""
     sequence_parallel: bool = False
     """Whether the tensor-parallel ranks shard the tokens between layers (sequence parallelism)."""
-    stages: int = 1
-    """Number of ranks in a pipeline."""
-    data: int = 1
-    """Number of data-parallel replicas, which take different samples."""
     style: PipelineStyle = "1f1b"
     """Schedule of the pipeline."""
     stages_per_rank: int = 1
@@ -46,42 +38,27 @@ class Layout:
     """Whether the blocks' activations are kept or recomputed."""
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks of all replicas."""
-        return self.of_layers * self.sequence * self.stages * self.data
-
-    @property
-    def of_layers(self) -> int:
-        """Number of ranks that shard a layer or its experts."""
-        return max(self.tensor, self.experts)
-
-    @property
-    def experts_alone(self) -> int:
-        """Number of expert-parallel ranks that take different samples."""
-        return self.experts if self.tensor == 1 else 1
-
-    @property
     def simulated_microbatches(self) -> int:
         """Number of micro-batches to simulate: memory and copies repeat after that many."""
-        return min(self.microbatches, 2 * self.stages)
-
-    @property
-    def replicas(self) -> int:
-        """Number of ranks that have the same parameters."""
-        return self.sequence * self.data
+        return min(self.microbatches, 2 * self.dims.pp)
 
     @property
     def sequence_parallelism(self) -> str | None:
         """HybridParallelPlugin's sequence_parallelism_mode; None: no rank shards tokens."""
         if self.sequence_parallel:
             return SPLIT_GATHER
-        return self.mode if self.sequence > 1 else None
+        return self.mode if self.dims.cp > 1 else None
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages of the model."""
+        return self.dims.pp * self.stages_per_rank
 
     def stages_of(self, rank: int) -> list[int]:
         """Returns the numbers of the stages that a rank of a pipeline has."""
         if self.style == "zbv":
-            return [rank, 2 * self.stages - 1 - rank]
-        return list(range(rank, self.stages * self.stages_per_rank, self.stages))
+            return [rank, 2 * self.dims.pp - 1 - rank]
+        return list(range(rank, self.num_stages, self.dims.pp))
 
     def division(self) -> Layout:
         """Returns the layout with the default schedule; those that differ in schedule share it."""
@@ -89,25 +66,20 @@ class Layout:
 
     def of_model(self) -> Layout:
         """Returns the layout of one stage and replica; those with the same shards share it."""
-        return replace(self.division(), stages=1, data=1)
+        return replace(self.division(), dims=replace(self.dims.one_replica(), pp=1))
 
     def undivided(self) -> Layout:
         """Returns the layout without context parallelism."""
-        return replace(self, sequence=1, mode=Layout.mode)
+        return replace(self, dims=replace(self.dims, cp=1), mode=Layout.mode)
 
     def arguments(self) -> dict[str, Any]:
         """Returns HybridParallelPlugin's arguments for the layout."""
-        found: dict[str, Any] = {
-            "tp_size": self.tensor,
-            "sp_size": self.sequence,
-            "pp_size": self.stages,
-            "activations": self.activations,
-        }
-        if self.experts > 1:
-            found["ep_size"] = self.experts
+        found: dict[str, Any] = self.dims.arguments() | {"activations": self.activations}
+        if self.dims.ep == 1:
+            del found["ep_size"]
         if mode := self.sequence_parallelism:
             found["sequence_parallelism_mode"] = mode
-        if self.stages > 1 or self.microbatches > 1:
+        if self.dims.pp > 1 or self.microbatches > 1:
             found |= {"pp_style": self.style, "num_microbatches": self.microbatches}
         if self.stages_per_rank > 1:
             found["num_model_chunks"] = self.stages_per_rank
@@ -136,20 +108,15 @@ def layouts(
             if cluster.ranks % share:
                 continue
             for stages in _divisors(cluster.ranks // share):
-                data = cluster.ranks // (share * stages)
                 if stages > 1 and stages > blocks:
                     continue
                 for tensor, of_experts in _layer_sizes(layers, heads, experts):
-                    whole = Layout(
-                        tensor=tensor,
-                        experts=of_experts,
-                        sequence=divided,
-                        stages=stages,
-                        data=data,
-                    )
-                    samples, rest = divmod(batch, data * whole.experts_alone)
+                    dims = ParallelDims.of_one_replica(
+                        cp=divided, tp=tensor, pp=stages, ep=of_experts
+                    ).in_world(cluster.ranks)
+                    samples, rest = divmod(batch, dims.dp)
                     if not rest:
-                        for one in _by_tokens(whole, sequence, heads):
+                        for one in _by_tokens(Layout(dims=dims), sequence, heads):
                             yield from _schedules(one, samples, blocks)
 
 
@@ -180,9 +147,9 @@ def _modes(tensor: int, divided: int, sequence: int, heads: int) -> list[Mode]:
 
 def _by_tokens(layout: Layout, sequence: int, heads: int) -> Iterator[Layout]:
     """Yields the ways in which a layout's ranks may shard tokens."""
-    for mode in _modes(layout.tensor, layout.sequence, sequence, heads):
+    for mode in _modes(layout.dims.tp, layout.dims.cp, sequence, heads):
         yield replace(layout, mode=mode)
-    if layout.tensor > 1 and layout.sequence == 1 and not sequence % layout.tensor:
+    if layout.dims.tp > 1 and layout.dims.cp == 1 and not sequence % layout.dims.tp:
         yield replace(layout, sequence_parallel=True)
 
 
@@ -190,16 +157,16 @@ def _schedules(layout: Layout, samples: int, blocks: int) -> Iterator[Layout]:
     """Yields the schedules of a replica's samples through its stages."""
     for rows in _divisors(samples):
         count = samples // rows
-        if rows > _LARGEST_MICROBATCH or (count < layout.stages and rows > 1):
+        if rows > _LARGEST_MICROBATCH or (count < layout.dims.pp and rows > 1):
             continue
         styles: list[tuple[PipelineStyle, int]] = [("1f1b", 1)]
-        if count < layout.stages:
+        if count < layout.dims.pp:
             styles = [("gpipe", 1)]
-        elif layout.stages > 1 and count % layout.stages == 0:
+        elif layout.dims.pp > 1 and count % layout.dims.pp == 0:
             for each in range(2, _MOST_STAGES_PER_RANK + 1):
-                if layout.stages * each <= blocks:
+                if layout.dims.pp * each <= blocks:
                     styles.append(("interleaved", each))
-        if layout.stages > 1 and 2 * layout.stages <= blocks:
+        if layout.dims.pp > 1 and 2 * layout.dims.pp <= blocks:
             styles.append(("zbv", 2))
         for style, each in styles:
             # "zbv" computes weights' gradients later, each of which would need a second forward.

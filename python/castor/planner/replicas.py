@@ -25,8 +25,8 @@ def ranks_sharing_host_storage(layout: Layout, cluster: Cluster) -> int:
 
 def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
     """Returns the number of a node's ranks that have the same parameters."""
-    apart = layout.of_layers * layout.stages
-    return max(1, min(layout.replicas, cluster.ranks_per_node // apart))
+    apart = layout.dims.layer_shards * layout.dims.pp
+    return max(1, min(layout.dims.same_shard, cluster.ranks_per_node // apart))
 
 
 def sent_between_replicas(
@@ -47,7 +47,7 @@ def sent_between_replicas(
         param_bytes: Bytes of a rank's parameters.
         element_bytes: Bytes of a parameter's element.
     """
-    copies, of_node = layout.replicas, _ranks_of_a_node(layout, cluster)
+    copies, of_node = layout.dims.same_shard, _ranks_of_a_node(layout, cluster)
     if copies == 1:
         return SentByRank()
     nodes = copies // of_node

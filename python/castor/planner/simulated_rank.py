@@ -41,6 +41,7 @@ from castor.planner.balanced_experts import balance_experts, count_experts
 from castor.planner.repeated_blocks import NotRepeated, RepeatedBlocks
 from castor.planner.simulated_tensor_ranks import SimulatedGenerators, SimulatedTensorRanks
 from castor.runtime.engine import WORKING_DTYPES
+from castor.runtime.parallel_dims import ONE_RANK, ParallelDims
 from castor.runtime.spec import ModelSpec
 
 _LABELS = "labels"
@@ -107,9 +108,7 @@ class SimulatedModel:
         precision: Precision,
         state_format: StateFormat,
         rule: str = "adam",
-        tensor_size: int = 1,
-        expert_size: int = 1,
-        sequence_size: int = 1,
+        dims: ParallelDims = ONE_RANK,
         sequence_mode: Mode = "all_to_all",
         sequence_parallel: bool = False,
         results: Results | None = None,
@@ -121,10 +120,8 @@ class SimulatedModel:
             precision: Precision of parameters and computing.
             state_format: Format of the optimizer state.
             rule: Name of the optimizer's update rule.
-            tensor_size: Number of tensor-parallel ranks.
-            expert_size: Number of expert-parallel ranks: 1, tensor_size, or any if tensor_size is
-                1. All experts are chosen equally often.
-            sequence_size: Number of context-parallel ranks.
+            dims: Sizes of the groups of ranks, of which tp, ep and cp are read. All experts are
+                chosen equally often.
             sequence_mode: Mode of context parallelism.
             sequence_parallel: Whether the tensor-parallel ranks shard the tokens between layers
                 (sequence parallelism).
@@ -141,34 +138,34 @@ class SimulatedModel:
         self.model: Any = build(config, dtype=self._dtype)
         self._parallel: TensorParallel | None = None
         self._experts: Container[torch.Tensor] | None = None
-        self._sequence_size = sequence_size
+        self._sequence_size = dims.cp
         self._tell: Recorder | None = None
         self._results = Results() if results is None else results
         self._plan: PipelinePlan | None = None
         self._layers: dict[int, list[int]] = {}
         self._sequences: ContextParallel | None = None
-        if sequence_size > 1:
+        if dims.cp > 1:
             # With all-gather of keys, the last rank attends to all of them, through a mask.
-            last = sequence_size - 1
-            peers = SimulatedTensorRanks.simulate(SEQUENCE, sequence_size, self._note, rank=last)
+            last = dims.cp - 1
+            peers = SimulatedTensorRanks.simulate(SEQUENCE, dims.cp, self._note, rank=last)
             self._sequences = ContextParallel(
-                self.model, peers, tensor_size=tensor_size, mode=sequence_mode
+                self.model, peers, tensor_size=dims.tp, mode=sequence_mode
             )
-        if max(tensor_size, expert_size) > 1:
-            self._shard_layers(tensor_size, expert_size, sequence_parallel=sequence_parallel)
+        if dims.layer_shards > 1:
+            self._shard_layers(dims, sequence_parallel=sequence_parallel)
         if self._sequences:
             self._sequences.start()
         self._blocks: RecomputedBlocks | None = None
 
-    def _shard_layers(self, tensor_size: int, expert_size: int, *, sequence_parallel: bool) -> None:
-        counts = count_experts(self.model) if expert_size > 1 else {}
-        plan = find_plan(self.model, tensor_size, None) if tensor_size > 1 else {}
-        if expert_size > 1:
-            plan = with_expert_parallel(self.model, plan, expert_size)
-        peers = SimulatedTensorRanks.simulate(TENSOR, max(tensor_size, expert_size), self._note)
+    def _shard_layers(self, dims: ParallelDims, *, sequence_parallel: bool) -> None:
+        counts = count_experts(self.model) if dims.ep > 1 else {}
+        plan = find_plan(self.model, dims.tp, None) if dims.tp > 1 else {}
+        if dims.ep > 1:
+            plan = with_expert_parallel(self.model, plan, dims.ep)
+        peers = SimulatedTensorRanks.simulate(TENSOR, dims.layer_shards, self._note)
         layers = TensorParallel(self.model, plan, peers, sequence_parallel=sequence_parallel)
         layers.apply()
-        if tensor_size > 1:
+        if dims.tp > 1:
             layers.start(SimulatedGenerators())
             self._parallel = layers
         else:

@@ -15,14 +15,14 @@ from castor.checkpoint import make_resumable
 from castor.checkpoint.rank_sampler import RankSampler
 from castor.config import GeminiConfig
 from castor.config.names import StateFormat
-from castor.distributed import RankLayout
+from castor.distributed import ParallelGroups
 from castor.plugins.machine import check_gpus
 from castor.runtime.launched import name_of_node, warn_of_neighbours
 from castor.runtime.ranks import describe_parameters
 
 
 def join_ranks(
-    layout: RankLayout,
+    groups: ParallelGroups,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     config: GeminiConfig,
@@ -36,7 +36,7 @@ def join_ranks(
     Collective: every rank calls it.
 
     Args:
-        layout: Layout of the ranks.
+        groups: Process groups of the ranks.
         model: Full model to be boosted.
         optimizers: Optimizers to be boosted with it.
         config: Settings of the plugin.
@@ -48,7 +48,7 @@ def join_ranks(
         NotImplementedError: The settings ask for something castor does not do on several ranks.
         UsageError: Two ranks differ, or compute on one GPU that has no room for both.
     """
-    if not layout.groups:
+    if not groups.groups:
         return
     settings = {
         name: getattr(config, name)
@@ -66,13 +66,13 @@ def join_ranks(
         **describe_optimizers(model, optimizers),
     }
     size = here = 1
-    for group in layout.groups:
+    for group in groups.groups:
         names = group.check_equal(facts, extra=name_of_node())
         size *= group.size
         here *= names.count(name_of_node())
     _check_supported(model, config, held, size)
     warn_of_neighbours(here, stacklevel=4)
-    check_gpus(layout, device, config.device_bytes, stacklevel=4)
+    check_gpus(groups, device, config.device_bytes, stacklevel=4)
 
 
 def loader_of_rank(

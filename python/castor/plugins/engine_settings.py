@@ -9,26 +9,26 @@ import torch
 from castor import _C
 from castor.config import GeminiConfig, offloads
 from castor.config.names import SCALAR_TYPES, StateFormat
-from castor.distributed import RankLayout
+from castor.distributed import ParallelGroups
 from castor.errors import IoError
 from castor.plugins.budgets import nvme_bytes
 from castor.runtime.engine import EngineSettings
 from castor.runtime.rules import FusedRule
 
 
-def _of_rank(directory: Path, layout: RankLayout) -> Path:
+def _of_rank(directory: Path, groups: ParallelGroups) -> Path:
     """Returns the directory of this rank's scratch file, and makes it; each rank has its own.
 
     Raises:
         IoError: The directory cannot be made.
     """
-    if not layout.groups:
+    if not groups.groups:
         return directory
-    own = directory / f"rank{layout.process}"
+    own = directory / f"rank{groups.rank}"
     try:
         own.mkdir(exist_ok=True)
     except OSError as error:
-        what = f"the directory of rank {layout.process} cannot be made: {error.strerror}"
+        what = f"the directory of rank {groups.rank} cannot be made: {error.strerror}"
         raise IoError(error.errno, what, str(own)) from error
     return own
 
@@ -38,7 +38,7 @@ def engine_settings(
     *,
     rule: FusedRule | None,
     state_format: StateFormat,
-    layout: RankLayout,
+    groups: ParallelGroups,
     budgets: _C.SharedBudgets,
     communicators: _C.Reservation,
     reads: str,
@@ -49,14 +49,14 @@ def engine_settings(
         config: Settings of the plugin; its optim_state_format is the user's, not the chosen one.
         rule: Update rule of the fused optimizer; None: the optimizer's own step updates.
         state_format: Chosen format of masters and of the rule's states.
-        layout: Layout of the ranks; those with the same shard share the model.
+        groups: Process groups of the ranks; those with the same shard share the model.
         budgets: Budgets of the model, shared with the plugin's other models (budgets_of).
-        communicators: Reservation of layout.communicator_bytes, which the engine keeps.
+        communicators: Reservation of groups.communicator_bytes, which the engine keeps.
         reads: Process group that group_of_reads returns.
     """
     margin = config.gpu_margin_mem_ratio
     nvme = _C.NvmeOptions(
-        directories=[str(_of_rank(path, layout)) for path in config.nvme_paths],
+        directories=[str(_of_rank(path, groups)) for path in config.nvme_paths],
         budget_bytes=nvme_bytes(config),
         verify=config.nvme_verify,
         # boost reserves this space, so only a given budget counts, never all of the disks.
@@ -88,7 +88,7 @@ def engine_settings(
             nvme_fraction=config.nvme_offload_fraction or 0.0,
         ),
         overlap=config.overlap if rule else "none",
-        num_threads=layout.share_of_cores(),
+        num_threads=groups.share_of_cores(),
     )
     return EngineSettings(
         session=session,
@@ -99,11 +99,11 @@ def engine_settings(
         gather_embeddings=config.gather_embeddings,
         trace_file=None if config.trace_file is None else Path(config.trace_file),
         nvme_directory=config.nvme_paths[0] if config.nvme_paths else None,
-        ranks=layout.data,
+        ranks=groups.dp,
         reads=reads,
         zero_stage=0 if config.zero_stage == "auto" else config.zero_stage,
-        extra_dp_size=config.extra_dp_size if layout.data else 1,
-        device_link=layout.device_backend.name if layout.device_backend else "",
-        communicator_bytes=layout.communicator_bytes,
+        extra_dp_size=groups.dims.dp_replicate,
+        device_link=groups.device_backend.name if groups.device_backend else "",
+        communicator_bytes=groups.communicator_bytes,
         communicators=communicators,
     )

@@ -16,7 +16,7 @@ from castor.activations import Blocks, fit_fused_heads, output_embedding
 from castor.activations.tight import StepSimulator
 from castor.config import GeminiArguments
 from castor.config.declared import documented
-from castor.distributed import data_rank_and_size
+from castor.distributed import ParallelGroups, data_rank_and_size
 from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format
 from castor.optim.check_optimizers import check_optimizers
@@ -113,7 +113,7 @@ class GeminiPlugin:
             TypeError: The dataset has no length, or a sampler was given.
         """
         options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        place = data_rank_and_size(self._parallel_config.ranks, self._parallel_config.experts_alone)
+        place = data_rank_and_size(self._parallel_config.dims)
         return loader_of_rank(dataset, place, batch_size=batch_size, **options)
 
     def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Engine:
@@ -151,19 +151,21 @@ class GeminiPlugin:
             warn_of_default_precision(model, config.precision, working, stacklevel=3)
         types = tensor_types(
             *(model, WORKING_DTYPES[config.precision], config.keep_fp32),
-            in_stages=self._parallel_config.num_ranks_of_stages > 1,
+            in_stages=self._parallel_config.dims.pp > 1,
         )
-        layout = self._parallel_config.layout()
+        groups = ParallelGroups.make(self._parallel_config.dims)
         join_ranks(
-            *(layout, model, optimizers, config),
+            *(groups, model, optimizers, config),
             state_format=choice.state_format, seed=choice.seed, held=held,
         )  # fmt: skip
-        layout = layout.connect_devices(torch.device(config.device))
+        groups = groups.connect_devices(torch.device(config.device)).replicated(
+            config.extra_dp_size
+        )
         budgets = budgets_of(self, self.config)
-        communicators = budgets.take_communicators(layout.communicator_bytes)
-        reads = group_of_reads(config, rules, layout)
+        communicators = budgets.take_communicators(groups.communicator_bytes)
+        reads = group_of_reads(config, rules, groups)
         parallelized = self._parallel_config.parallelize(
-            model, optimizers, layout, state_format=choice.state_format
+            model, optimizers, groups, state_format=choice.state_format
         )
         engine = Engine(
             model,
@@ -171,7 +173,7 @@ class GeminiPlugin:
                 config,
                 rule=rule,
                 state_format=choice.state_format,
-                layout=layout,
+                groups=groups,
                 budgets=budgets,
                 communicators=communicators,
                 reads=reads,

@@ -16,6 +16,7 @@ from castor.distributed import Microbatches, Mode, Plan
 from castor.plugins.arguments import takes
 from castor.plugins.gemini import GeminiPlugin
 from castor.plugins.parallelize import ParallelConfig, PipelineConfig
+from castor.runtime.parallel_dims import ParallelDims
 
 _STAGES_OF_A_RANK = {"interleaved": 2, "zbv": 2}
 """The num_model_chunks that a pp_style needs at least; the others need 1."""
@@ -156,9 +157,9 @@ class HybridParallelPlugin(GeminiPlugin):
             _check_kept(arguments.activations or "keep")
         self._resolve(arguments)
         self._parallel_config = ParallelConfig(
-            tensor_size=tp_size,
-            expert_size=ep_size,
-            sequence_size=sp_size,
+            dims=ParallelDims.of_one_replica(
+                cp=sp_size, tp=tp_size, pp=arguments.pp_size, ep=ep_size
+            ),
             sequence_mode=mode,
             sequence_parallel=sequence_parallel,
             plan=arguments.tp_plan,
@@ -237,7 +238,6 @@ def _stages(arguments: HybridArguments) -> PipelineConfig | None:
                 "pp_style='interleaved' needs"
             )
     return PipelineConfig(
-        size=size,
         chunks=chunks,
         style=style,
         microbatches=Microbatches(count=count, size=rows),

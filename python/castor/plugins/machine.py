@@ -11,7 +11,7 @@ import torch
 
 from castor._loader import load_cuda
 from castor.config.memory import host_memory, share_memory, usable_bytes
-from castor.distributed import RankLayout
+from castor.distributed import ParallelGroups
 from castor.errors import UsageError
 from castor.runtime.launched import rank_of_node, ranks_of_node
 
@@ -199,14 +199,14 @@ def warn_of_budgets(
 
 
 def check_gpus(
-    layout: RankLayout, device: torch.device, device_bytes: int, *, stacklevel: int
+    groups: ParallelGroups, device: torch.device, device_bytes: int, *, stacklevel: int
 ) -> None:
     """Checks that every rank has a GPU of its own. Collective; does nothing on the CPU device.
 
     Ranks that share a GPU which has room for all their budgets get a warning.
 
     Args:
-        layout: Layout of all ranks.
+        groups: Process groups of all ranks.
         device: Device of this rank.
         device_bytes: Budget of this rank on the device.
         stacklevel: As warnings.warn counts, from the caller of this function.
@@ -218,7 +218,7 @@ def check_gpus(
     if device.type == "cpu":
         return
     own = torch.get_device_module(device).get_device_properties(device)
-    everyone = layout.gather((str(own.uuid), own.total_memory, device_bytes))
+    everyone = groups.gather((str(own.uuid), own.total_memory, device_bytes))
     for sharing, numbers in _sharing([uuid for uuid, _, _ in everyone]):
         budgets = sum(everyone[rank][2] for rank in sharing)
         uuid, total, _ = everyone[sharing[0]]
@@ -230,7 +230,7 @@ def check_gpus(
             raise UsageError(
                 f"{shared} of the {_gib(total)} that it has: {_INSTEAD}, or less device_memory"
             )
-        if layout.process in sharing:
+        if groups.rank in sharing:
             warnings.warn(
                 f"{shared}; they wait for each other there: {_INSTEAD}",
                 RuntimeWarning,

@@ -18,9 +18,9 @@ from castor.distributed import (
     Generators,
     Microbatches,
     Mode,
+    ParallelGroups,
     PipelineParallel,
     Plan,
-    RankLayout,
     Schedule,
     TensorParallel,
     TensorRanks,
@@ -33,6 +33,7 @@ from castor.distributed import (
 from castor.errors import UsageError
 from castor.optim.rules import rules_of
 from castor.runtime.engine import WORKING_DTYPES, Engine
+from castor.runtime.parallel_dims import ONE_RANK, ParallelDims
 from castor.runtime.ranks import Peers
 from castor.runtime.rules import CLASSES
 
@@ -91,8 +92,6 @@ class ParallelizedModel:
 class PipelineConfig:
     """The division of a model into pipeline stages."""
 
-    size: int
-    """Number of ranks; 1: the model is not sharded, and batches alone are split."""
     chunks: int
     """Number of stages of each rank."""
     style: PipelineStyle
@@ -103,15 +102,12 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Numbers of ranks over which a plugin shards the model."""
+    """The sharding of a model over ranks."""
 
-    tensor_size: int = 1
-    """Number of tensor-parallel ranks."""
-    expert_size: int = 1
-    """Number of expert-parallel ranks; the tensor-parallel ranks where there are several."""
-    sequence_size: int = 1
-    """Number of context-parallel ranks."""
+    dims: ParallelDims = ONE_RANK
+    """Sizes of the groups of one replica."""
     sequence_mode: Mode = "all_to_all"
+    """Mode of context parallelism."""
     plan: Plan | None = None
     """Tensor-parallel plan; None: castor's or transformers' own."""
     loss: bool = False
@@ -121,44 +117,11 @@ class ParallelConfig:
     stages: PipelineConfig | None = None
     """Pipeline stages; None: neither the model nor batches are split."""
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that take the same data."""
-        return self.tensor_size * self.sequence_size * self.num_ranks_of_stages
-
-    @property
-    def experts_alone(self) -> int:
-        """Number of expert-parallel ranks with data of their own; 1 with tensor parallelism."""
-        return self.expert_size if self.tensor_size == 1 else 1
-
-    @property
-    def num_ranks_of_layers(self) -> int:
-        """Number of ranks that shard each layer, or its experts."""
-        return max(self.tensor_size, self.expert_size)
-
-    @property
-    def num_ranks_of_stages(self) -> int:
-        """Number of ranks that have the pipeline stages of a model."""
-        return self.stages.size if self.stages else 1
-
-    def layout(self) -> RankLayout:
-        """Makes the layout of all ranks. Collective.
-
-        Raises:
-            UsageError: The number of ranks does not fit the sizes.
-        """
-        sizes = {"tp_size": self.tensor_size, "ep_size": self.expert_size}
-        sizes |= {"sp_size": self.sequence_size, "pp_size": self.num_ranks_of_stages}
-        return RankLayout.find(
-            *(self.num_ranks_of_layers, self.sequence_size, self.num_ranks_of_stages),
-            asked=", ".join(f"{name}={of}" for name, of in sizes.items() if of > 1),
-        )
-
     def parallelize(
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        layout: RankLayout,
+        groups: ParallelGroups,
         *,
         state_format: StateFormat,
     ) -> ParallelizedModel:
@@ -176,7 +139,7 @@ class ParallelConfig:
         sequences, layers, stages = None, None, None
         schedule: Schedule | None = None
         called = model
-        if self.ranks > 1 or self.expert_size > 1:
+        if not self.dims.is_one_rank:
             model = beneath_adapters(called)
             if called is not model and self.sequence_parallel:
                 raise NotImplementedError(
@@ -184,37 +147,37 @@ class ParallelConfig:
                     "sequence_parallelism_mode='split_gather', and this is a "
                     f"{type(called).__name__}: leave it out, or train the model without adapters"
                 )
-        if layout.sequence:
+        if groups.cp:
             sequences = ContextParallel(
-                model, layout.sequence, tensor_size=self.tensor_size, mode=self.sequence_mode
+                model, groups.cp, tensor_size=self.dims.tp, mode=self.sequence_mode
             )
-        if layout.tensor:
+        if groups.layers:
             _check_updates(optimizers, self._asked_of_layers)
-            kind = ExpertParallel if self.experts_alone > 1 else TensorParallel
+            kind = TensorParallel if self.dims.tp > 1 else ExpertParallel
             layers = kind(
                 model,
                 self._plan_of_layers(model),
-                layout.tensor,
+                groups.layers,
                 vocab_parallel_loss=self.loss,
                 sequence_parallel=self.sequence_parallel,
             )
             if state_format == "split_int8":
-                check_blocks(model, layers.shard_specs, layout.tensor)
-        if layout.stages and layout.stage_group and self.stages:
+                check_blocks(model, layers.shard_specs, groups.layers)
+        if groups.pp and groups.pp_group and self.stages:
             if len(optimizers) > 1:
                 names = ", ".join(type(one).__name__ for one in optimizers)
                 raise NotImplementedError(
-                    f"pp_size={layout.stages.size} ranks write the states of one optimizer "
+                    f"pp_size={groups.pp.size} ranks write the states of one optimizer "
                     f"together, and boost was given {len(optimizers)} ({names}): give one with "
                     "param_groups"
                 )
-            check_states(optimizers, f"the full model, which pp_size={layout.stages.size}")
+            check_states(optimizers, f"the full model, which pp_size={groups.pp.size}")
             stages = PipelineParallel(
                 model,
                 find_pipeline_plan(model),
-                layout.stages,
-                peers_of_stages=layout.peers_of_stages,
-                group=layout.stage_group,
+                groups.pp,
+                subset_of_pp=groups.subset_of_pp,
+                group=groups.pp_group,
                 chunks=self.stages.chunks,
                 folded=self.stages.style == "zbv",
                 layers=self.stages.layers,
@@ -236,17 +199,18 @@ class ParallelConfig:
             sequences=sequences,
             stages=stages,
             schedule=schedule,
-            everyone=layout.everyone,
+            everyone=groups.everyone,
         )
 
     @property
     def _asked_of_layers(self) -> str:
-        layers = self.tensor_size > 1
-        return f"tp_size={self.tensor_size}" if layers else f"ep_size={self.expert_size}"
+        dims = self.dims
+        return f"tp_size={dims.tp}" if dims.tp > 1 else f"ep_size={dims.ep}"
 
     def _plan_of_layers(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        plan = find_plan(model, self.tensor_size, self.plan) if self.tensor_size > 1 else {}
-        return with_expert_parallel(model, plan, self.expert_size) if self.expert_size > 1 else plan
+        dims = self.dims
+        plan = find_plan(model, dims.tp, self.plan) if dims.tp > 1 else {}
+        return with_expert_parallel(model, plan, dims.ep) if dims.ep > 1 else plan
 
 
 def _check_updates(optimizers: Sequence[Optimizer], asked: str) -> None:

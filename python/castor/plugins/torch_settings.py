@@ -25,6 +25,7 @@ from castor.runtime.boosted_model import check_not_boosted
 from castor.runtime.device_groups import DeviceBackend, backend_of
 from castor.runtime.input_cast import InputCast
 from castor.runtime.memory_sharing import Aliases
+from castor.runtime.parallel_dims import ONE_RANK
 from castor.runtime.process_groups import own_groups
 from castor.runtime.ranks import Peers, describe_parameters, rank_and_size
 from castor.runtime.spec import ModelSpec, check_distinct_memory
@@ -118,7 +119,8 @@ class TorchPlugin:
     ) -> DataLoader[Any]:
         """See GeminiPlugin.prepare_dataloader: the same samples in the same order."""
         options |= {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        return loader_of_rank(dataset, data_rank_and_size(1), batch_size=batch_size, **options)
+        place = data_rank_and_size(ONE_RANK)
+        return loader_of_rank(dataset, place, batch_size=batch_size, **options)
 
     def _check(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Checks that this process can boost the model and its optimizers; changes nothing.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from castor.config import GeminiConfig
-from castor.distributed import RankLayout
+from castor.distributed import ParallelGroups
 from castor.runtime.process_groups import own_groups
 from castor.runtime.rules import FusedRule
 
 
 def group_of_reads(
-    config: GeminiConfig, rules: Sequence[FusedRule | None], layout: RankLayout
+    config: GeminiConfig, rules: Sequence[FusedRule | None], groups: ParallelGroups
 ) -> str:
     """Returns the process group in which ranks read each other's shards of weights and gradients.
 
@@ -20,26 +20,17 @@ def group_of_reads(
     Args:
         config: Settings of the plugin, with the zero_stage that was asked for.
         rules: Update rules of the optimizers; None for one that updates the parameters itself.
-        layout: Layout of the ranks.
+        groups: Process groups of the ranks.
 
     Returns:
         Name of the group; "" where ranks need none: zero_stage is "auto" or 1, this process is
         alone, or the model is sharded and all its ranks share memory.
 
     Raises:
-        ValueError: extra_dp_size does not divide the number of ranks.
         NotImplementedError: The ranks cannot run the stage; the message says what to do.
     """
-    stage, copies = config.zero_stage, config.extra_dp_size
-    size = layout.data.size if layout.data else 1
-    if size % copies:
-        trained = f"of {size} ranks with the same shard of it" if size > 1 else "where one has it"
-        raise ValueError(
-            f"extra_dp_size={copies} replicas of the model's weights are sharded over as many "
-            f"ranks each, {trained}: start a multiple of {copies} ranks, or give a number that "
-            f"divides {size}"
-        )
-    if layout.data is None or stage in ("auto", 1):
+    stage, size = config.zero_stage, groups.dims.same_shard
+    if size == 1 or stage in ("auto", 1):
         return ""
     kept = "gradients" if stage == 2 else "weights and gradients"
     if None in rules:
@@ -48,5 +39,5 @@ def group_of_reads(
             "optimizer that castor does not run takes all of them on every rank; use HybridAdam, "
             "torch.optim.AdamW, SGD or Lion, or zero_stage=1"
         )
-    (name,) = own_groups(layout.subsets["data"], 1)
+    (name,) = own_groups(groups.dims.groups("dp"), 1)
     return name
