@@ -94,7 +94,7 @@ def make_probe(_: int, model: Model) -> tuple[Step, Report]:
         for _ in range(times):
             module.zero_grad(set_to_none=False)
             if ranks:
-                ranks.meet("measures")
+                ranks.barrier("measures")
             start = time.perf_counter()
             work()
             found.append(time.perf_counter() - start)

@@ -17,7 +17,7 @@ from castor.optim.torch_step import torch_step_of
 from castor.plugins.protocol import list_of_optimizers
 from castor.runtime.boosted_model import BoostedModel, boosted_models_holding, compiled_from
 from castor.runtime.engine import Engine, engines_holding, turns
-from castor.runtime.ranks import Peers
+from castor.runtime.rank_group import RankGroup
 
 Result = TypeVar("Result")
 
@@ -399,7 +399,7 @@ def _model_of(optimizer: Optimizer, model: nn.Module | None) -> nn.Module | None
     return step.model() if model is None and step is not None else model
 
 
-def _savers(shared: BoostedModel | None, optimizers: Sequence[Optimizer]) -> Peers | None:
+def _savers(shared: BoostedModel | None, optimizers: Sequence[Optimizer]) -> RankGroup | None:
     """Returns the ranks that write a checkpoint together; None: rank 0 writes all."""
     if not isinstance(shared, Engine):
         return None

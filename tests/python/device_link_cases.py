@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import castor
-from castor.distributed import ParallelGroups, TensorRanks
+from castor.distributed import ModelParallelGroup, ParallelGroups
 from castor.distributed.ring_attention import Ring
 from castor.runtime.device_groups import DeviceBackend, DeviceLink
 from castor.runtime.parallel_dims import ParallelDims
@@ -35,7 +35,7 @@ def device() -> torch.device:
     return torch.device("cuda" if os.environ["CASTOR_TEST_DEVICE"] == "cuda" else NAME, 0)
 
 
-def linked() -> TensorRanks:
+def linked() -> ModelParallelGroup:
     """All ranks, as tensor-parallel ranks."""
     castor.launch_from_torch()
     size = int(os.environ["WORLD_SIZE"])
@@ -57,11 +57,11 @@ def same_bits(_: Path) -> None:
     for dtype in TYPES:
         for numel in SIZES:
             given = _values(numel, dtype, seed=own)
-            assert not ranks.tensors.sends_from_device(given)
+            assert not ranks.links.sends_from_device(given)
             assert torch.equal(ranks.all_reduce(given.to(device())).cpu(), ranks.all_reduce(given))
             shards = torch.stack([_values(numel, dtype, seed=10 * own + of) for of in range(size)])
-            for collective in (ranks.tensors.all_to_all, ranks.tensors.all_gather):
-                sent = shards if collective == ranks.tensors.all_to_all else given
+            for collective in (ranks.links.all_to_all, ranks.links.all_gather):
+                sent = shards if collective == ranks.links.all_to_all else given
                 received = {}
                 for where in (torch.device("cpu"), device()):
                     received[where.type] = torch.empty_like(shards, device=where)
@@ -74,7 +74,7 @@ def same_bits(_: Path) -> None:
             assert torch.equal(coming.result().cpu(), expected)
     flags = torch.tensor([own % 2 == 0] * 9, device=device())
     everyone = torch.empty((size, 9), dtype=torch.bool, device=device())
-    ranks.tensors.all_gather(flags, everyone)
+    ranks.links.all_gather(flags, everyone)
     assert everyone[:, 0].tolist() == [rank % 2 == 0 for rank in range(size)]
 
 
@@ -89,7 +89,7 @@ def host_goes_on(_: Path) -> None:
     x *= 2
     total = ranks.all_reduce(x)
     gathered = torch.empty((ranks.size, len(x)), device=device())
-    ranks.tensors.all_gather(total, gathered)
+    ranks.links.all_gather(total, gathered)
     coming = Ring(ranks).ring_shift(x)
     passed = coming.result() * 3
     del x, total
@@ -104,18 +104,18 @@ def alone(_: Path) -> None:
     """A group of one rank, with which a single GPU tries the backend: values, memory, abort."""
     castor.launch_from_torch()
     (name,) = own_groups([[0]], 1)
-    ranks = TensorRanks.of(name, rank=0, size=1)
+    ranks = ModelParallelGroup.of(name, [0])
     backend = DeviceBackend.find(device(), lambda value: [value])
     assert backend is not None
     free = backend.free_bytes()
-    link = DeviceLink(ranks.tensors, backend.group([[0]]), device())
+    link = DeviceLink(ranks.links, backend.group([[0]]), device())
     ranks.use_device_link(link)
     print(f"{ranks.link}: {free - backend.free_bytes()} bytes of communicators")
     for numel in SIZES:
         given = _values(numel, torch.bfloat16, seed=0).to(device())
-        assert ranks.tensors.sends_from_device(given)
+        assert ranks.links.sends_from_device(given)
         assert torch.equal(ranks.all_reduce(given), given)
-        for collective in (ranks.tensors.all_gather, ranks.tensors.all_to_all):
+        for collective in (ranks.links.all_gather, ranks.links.all_to_all):
             received = torch.empty_like(given)
             collective(given, received)
             assert torch.equal(received, given)

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 import as_rank
 import castor
 import grids
-from castor.distributed import TensorRanks
+from castor.distributed import ModelParallelGroup
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted, equal, on_device_of
 from packed_layers import Linear4bit
@@ -380,18 +380,18 @@ def uses(directory: Path) -> None:
 def _sums(case: Case) -> list[int]:
     """Of hidden states, in a forward pass and in a backward pass."""
     boosted, sums = boost(case, 2), []
-    total = TensorRanks.all_reduce
+    total = ModelParallelGroup.all_reduce
 
-    def counted(ranks: TensorRanks, tensor: torch.Tensor) -> torch.Tensor:
+    def counted(ranks: ModelParallelGroup, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim > 2:
             sums.append(tensor)
         return total(ranks, tensor)
 
-    TensorRanks.all_reduce = counted  # type: ignore[method-assign]
+    ModelParallelGroup.all_reduce = counted  # type: ignore[method-assign]
     loss = case.loss(boosted.model(**case.batch(0)), case.batch(0))
     forward = len(sums)
     boosted.booster.backward(loss, boosted.optimizer)
-    TensorRanks.all_reduce = total  # type: ignore[method-assign]
+    ModelParallelGroup.all_reduce = total  # type: ignore[method-assign]
     return [forward, len(sums) - forward]
 
 

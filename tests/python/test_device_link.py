@@ -85,7 +85,7 @@ def test_the_environment_may_ask_for_the_host(
     assert _read(tmp_path / "leaves_out.json") is None
     monkeypatch.setenv("CASTOR_DEVICE_LINK", "nvlink")
     for outcome in run(device_link_cases.leaves_out, 2, tmp_path):
-        assert "CASTOR_DEVICE_LINK is 'nvlink'" in outcome.errors
+        assert "CASTOR_DEVICE_LINK is 'nvlink' on all ranks" in outcome.errors
 
 
 def _first(ranks: list[Rank], *, timeout: float) -> int:

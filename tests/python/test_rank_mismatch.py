@@ -18,6 +18,6 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_learning_rate_of_one_ranks_own_is_named(way: str, max_norm: float, heard: Any) -> None:
     for of_rank in heard:
         differ, alike = of_rank[f"{way} {max_norm}"]
-        assert "param_groups[0]['lr'] is 0.001 and 0.002" in differ
-        assert differ.startswith("UsageError: rank 0 and rank 1 step with different options")
+        different = "rank 0 and rank 1 differ in param_groups[0]['lr']: 0.001 and 0.002"
+        assert differ.startswith(f"UsageError: {different}")
         assert alike == "nothing"

@@ -227,7 +227,7 @@ def test_ranks_that_would_update_their_shards_differently_say_so(beside: Path) -
     for output in printed(beside / "steps_differently"):
         rate, same, not_finite, none, clipped, steps = output.splitlines()
         assert (
-            "rank 0 and rank 1 step with different options: param_groups[0]['lr'] is 0.01 and 0.02"
+            "rank 0 and rank 1 differ in param_groups[0]['lr']: 0.01 and 0.02; each updates its"
             in rate
         )
         assert same == clipped == "nothing was raised"

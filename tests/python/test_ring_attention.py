@@ -14,7 +14,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from castor.distributed import TensorRanks
+from castor.distributed import ModelParallelGroup
 from castor.distributed.blockwise_attention import Block, Scores
 from castor.distributed.ring_attention import PieceMasks, Ring, RingPass, ring_attention
 
@@ -127,7 +127,9 @@ def among(size: int, work: Callable[[Ring], Any]) -> list[Any]:
     for rank in range(size):
         passing: Any = Passing(rank=rank, sent=sent, meet=meet)
         group: Any = None
-        rings.append(Ring(TensorRanks(rank=rank, size=size, name="", group=group, tensors=passing)))
+        rings.append(
+            Ring(ModelParallelGroup(rank=rank, size=size, name="", group=group, tensors=passing))
+        )
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(work, rings))
 

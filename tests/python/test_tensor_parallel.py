@@ -11,7 +11,7 @@ import torch
 
 import castor
 import tensor_cases
-from castor.distributed import TensorRanks
+from castor.distributed import ModelParallelGroup
 from castor.distributed.inputs import by_name
 from helpers import equal
 from rank_processes import assert_said, found, found_by_each, of_sizes, run
@@ -243,7 +243,9 @@ def test_extents_are_those_of_tensor_split(size: int) -> None:
     for length in range(25):
         expected = [part.tolist() for part in torch.arange(length).tensor_split(size)]
         for rank in range(size):
-            ranks = TensorRanks(rank=rank, size=size, name="", group=nothing, tensors=nothing)
+            ranks = ModelParallelGroup(
+                rank=rank, size=size, name="", group=nothing, tensors=nothing
+            )
             assert list(ranks.shard_range(length)) == expected[rank]
             assert [list(ranks.shard_range(length, of)) for of in range(size)] == expected
 

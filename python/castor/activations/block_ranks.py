@@ -9,9 +9,9 @@ Value = TypeVar("Value")
 
 
 class Sharing(Protocol):
-    """Group of ranks with collectives within blocks, such as castor.distributed's TensorRanks."""
+    """Group of ranks with collectives within blocks: castor.distributed's ModelParallelGroup."""
 
-    def hear(self, place: str, value: Any) -> list[tuple[str, Any]]:
+    def all_gather_places(self, place: str, value: Any) -> list[tuple[str, Any]]:
         """Returns the place and the value of every rank, in rank order. Collective.
 
         Raises:
@@ -47,5 +47,5 @@ class BlockRanks:
         """
         everyone = [value]
         for group in self._groups:
-            everyone = [one for _, some in group.hear(place, everyone) for one in some]
+            everyone = [one for _, some in group.all_gather_places(place, everyone) for one in some]
         return everyone

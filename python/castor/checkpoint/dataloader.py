@@ -14,7 +14,7 @@ from castor.checkpoint import rng
 from castor.checkpoint.rank_sampler import RankSampler
 from castor.errors import CheckpointError
 from castor.runtime.boosted_model import BoostedModel
-from castor.runtime.ranks import check_equal_on_all
+from castor.runtime.rank_group import check_equal
 
 _FORMAT = "castor-dataloader-1"
 
@@ -235,7 +235,7 @@ def check_equal_loaders(shared: BoostedModel, loader: Any) -> None:
         }  # fmt: skip
     everyone = shared.gather(order)
     if all(everyone):
-        check_equal_on_all(everyone)
+        check_equal(everyone)
 
 
 def _pass_over(loader: ResumableLoader, batches: Any, count: int) -> None:

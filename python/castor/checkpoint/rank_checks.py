@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from castor.errors import CheckpointError
 from castor.runtime.boosted_model import BoostedModel
 from castor.runtime.engine import Engine
-from castor.runtime.ranks import Peers, check_equal_on_all, sendable
+from castor.runtime.rank_group import RankGroup, check_equal, sendable
 
 Result = TypeVar("Result")
 
@@ -26,7 +26,9 @@ class ReadyLoad(Generic[Result]):
     """Function that makes all changes and returns the load's result."""
 
 
-def check_equal_saves(shared: BoostedModel, savers: Peers | None, facts: Mapping[str, Any]) -> None:
+def check_equal_saves(
+    shared: BoostedModel, savers: RankGroup | None, facts: Mapping[str, Any]
+) -> None:
     """Checks that every rank saves, and was asked for the same files. Collective.
 
     Args:
@@ -39,8 +41,8 @@ def check_equal_saves(shared: BoostedModel, savers: Peers | None, facts: Mapping
             rank raises it.
     """
     if isinstance(shared, Engine):
-        shared.meet()
-    check_equal_on_all((shared if savers is None else savers).gather(facts))
+        shared.barrier()
+    check_equal(shared.gather(facts) if savers is None else savers.all_gather_object(facts))
 
 
 def ready_on_all(
@@ -76,7 +78,7 @@ def ready_on_all(
                 f"rank {rank} cannot load this checkpoint, and no rank has changed anything: "
                 f"{type(failed).__name__}: {failed}"
             )
-    check_equal_on_all([facts for facts, _ in everyone])
+    check_equal([facts for facts, _ in everyone])
     return ready
 
 

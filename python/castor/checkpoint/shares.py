@@ -26,7 +26,7 @@ from castor.checkpoint.snapshot import SnapshotTensor
 from castor.checkpoint.tensor_bytes import pieces
 from castor.checkpoint.write_behind import WriteBehind
 from castor.checkpoint.writer import Writer
-from castor.runtime.ranks import Peers, sendable
+from castor.runtime.rank_group import RankGroup, sendable
 from castor.runtime.waits import served_by_another
 
 _MOST_RUNS = 1024
@@ -41,7 +41,7 @@ class Share:
     rank is raised on every rank, at its next collective call.
     """
 
-    def __init__(self, peers: Peers, *, writes_replicated: bool) -> None:
+    def __init__(self, peers: RankGroup, *, writes_replicated: bool) -> None:
         """Joins the save; every rank makes one Share for it.
 
         Args:
@@ -72,7 +72,7 @@ class Share:
         except Exception as error:
             if not self._over:
                 self._over = True
-                self._peers.gather((None, sendable(error)))
+                self._peers.all_gather_object((None, sendable(error)))
             raise
 
     def gather(self, value: Any = None) -> list[Any]:
@@ -82,7 +82,7 @@ class Share:
             Exception: A rank failed; the exception of the lowest such rank is raised.
         """
         with served_by_another():  # all have come to the save
-            everyone = self._peers.gather((value, None))
+            everyone = self._peers.all_gather_object((value, None))
         for _, error in everyone:
             if error is not None:
                 self._over = True

@@ -11,6 +11,7 @@ from castor.distributed.microbatches import (
     Schedule,
     schedule_of,
 )
+from castor.distributed.model_parallel_group import ModelParallelGroup
 from castor.distributed.parallel_groups import ParallelGroups, data_rank_and_size
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import find_pipeline_plan
@@ -19,7 +20,6 @@ from castor.distributed.sequence_attention import Mode
 from castor.distributed.shard_spec import check_blocks
 from castor.distributed.tensor_parallel import TensorParallel
 from castor.distributed.tensor_plan import Plan, find_plan, with_expert_parallel
-from castor.distributed.tensor_ranks import TensorRanks
 
 __all__ = [
     "Accumulation",
@@ -30,12 +30,12 @@ __all__ = [
     "Generators",
     "Microbatches",
     "Mode",
+    "ModelParallelGroup",
     "ParallelGroups",
     "PipelineParallel",
     "Plan",
     "Schedule",
     "TensorParallel",
-    "TensorRanks",
     "beneath_adapters",
     "check_blocks",
     "data_rank_and_size",

@@ -1,8 +1,10 @@
-"""Collectives of sequence parallelism, with their gradients.
+"""Collectives with gradients, of tensor, sequence and context parallelism.
 
-Source: Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models,
-section 4.2.2). Its g is `gather_layer_input`, its g-bar is `reduce_scatter`. All shards of a tensor
-have the same size, and shards come in rank order.
+Shards come in rank order, and those of a tensor have the same size unless a width is given.
+
+Sources: Shoeybi et al. 2019 (Megatron-LM, section 3), whose f is `copy_to_layer` and whose g is
+`all_reduce`. Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer
+Models, section 4.2.2), whose g is `gather_layer_input` and whose g-bar is `reduce_scatter`.
 """
 
 from __future__ import annotations
@@ -15,35 +17,110 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 if TYPE_CHECKING:
-    from castor.distributed.tensor_ranks import TensorRanks
-
-    _CollectiveCall = Callable[[torch.Tensor, TensorRanks, int], torch.Tensor]
+    from castor.distributed.model_parallel_group import ModelParallelGroup
 
 
-def scatter(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+def copy_to_layer(x: torch.Tensor, ranks: ModelParallelGroup) -> torch.Tensor:
+    """Returns the common input of a layer's shards: its gradient is all-reduced.
+
+    Layers that take the same tensor one after the other (query, key and value) share one
+    all-reduce.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    if parts := GatheredInput.of(x):
+        return x if parts.entered is None else parts.entered
+    known = ranks.entered.output_for(x)
+    if known is None:
+        known = _collective(x, lambda x: x.view_as(x), ranks.all_reduce_entered)
+        ranks.entered.remember(x, known)
+    return known
+
+
+def all_reduce(x: torch.Tensor, ranks: ModelParallelGroup) -> torch.Tensor:
+    """Returns the sum of the outputs of a layer's shards."""
+    return _collective(x, lambda x: ranks.all_reduce(x), _unchanged)
+
+
+def all_reduce_mean(x: torch.Tensor, ranks: ModelParallelGroup) -> torch.Tensor:
+    """Returns the mean over the ranks; the gradient passes through unchanged on each rank."""
+    return _collective(x, lambda x: ranks.all_reduce(x) / ranks.size, _unchanged)
+
+
+def gather_columns(x: torch.Tensor, ranks: ModelParallelGroup, width: int) -> torch.Tensor:
+    """Gathers all ranks' columns; `width` is their full number."""
+    return _collective(x, lambda x: ranks.all_gather_columns(x, width), ranks.local_columns)
+
+
+def scatter_columns(x: torch.Tensor, ranks: ModelParallelGroup) -> torch.Tensor:
+    """Returns this rank's columns of a tensor that every rank has."""
+    width = x.shape[-1]
+    return _collective(
+        x,
+        lambda x: ranks.local_columns(x).contiguous(),
+        lambda g: ranks.all_gather_columns(g, width),
+    )
+
+
+def all_to_all(
+    x: torch.Tensor, ranks: ModelParallelGroup, scattered: int, gathered: int
+) -> torch.Tensor:
+    """Scatters a full dimension and gathers a sharded one, in one all-to-all.
+
+    Args:
+        x: Tensor of the same shape on every rank.
+        ranks: Ranks that exchange shards.
+        scattered: Dimension of which each rank keeps its shard.
+        gathered: Dimension whose shards each rank gathers, in rank order.
+    """
+    return _collective(
+        x,
+        lambda x: ranks.exchange(x, scattered, gathered),
+        lambda g: ranks.exchange(g, gathered, scattered),
+    )
+
+
+def gather_tokens(x: torch.Tensor, ranks: ModelParallelGroup) -> torch.Tensor:
+    """Gathers dimension 1, with which all ranks compute the same.
+
+    A shard's gradient is multiplied by the number of ranks, so that it counts once in the mean of
+    the ranks' gradients.
+    """
+    return _collective(
+        x,
+        lambda x: _all_gather(x, ranks, 1),
+        lambda g: g.chunk(ranks.size, dim=1)[ranks.rank] * ranks.size,
+    )
+
+
+def scatter(x: torch.Tensor, ranks: ModelParallelGroup, dim: int) -> torch.Tensor:
     """Returns this rank's slice of a dimension; its gradient is all-gathered."""
-    return _collective(x, ranks, dim, there=_slice, back=_all_gather)
+    return _collective(x, lambda x: _slice(x, ranks, dim), lambda g: _all_gather(g, ranks, dim))
 
 
-def all_gather_replicated(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+def all_gather_replicated(x: torch.Tensor, ranks: ModelParallelGroup, dim: int) -> torch.Tensor:
     """All-gathers a dimension for replicated compute: the gradient of a shard is its slice."""
-    return _collective(x, ranks, dim, there=_all_gather, back=_slice)
+    return _collective(x, lambda x: _all_gather(x, ranks, dim), lambda g: _slice(g, ranks, dim))
 
 
-def all_gather(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+def all_gather(x: torch.Tensor, ranks: ModelParallelGroup, dim: int) -> torch.Tensor:
     """All-gathers a dimension; the gradients of the ranks are reduce-scattered."""
-    return _collective(x, ranks, dim, there=_all_gather, back=_reduce_scatter)
+    return _collective(
+        x, lambda x: _all_gather(x, ranks, dim), lambda g: ranks.reduce_scatter(g, dim)
+    )
 
 
-def reduce_scatter(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, ranks: ModelParallelGroup, dim: int) -> torch.Tensor:
     """Reduce-scatters a dimension; the gradients of the ranks are all-gathered."""
-    return _collective(x, ranks, dim, there=_reduce_scatter, back=_all_gather)
+    return _collective(
+        x, lambda x: ranks.reduce_scatter(x, dim), lambda g: _all_gather(g, ranks, dim)
+    )
 
 
-def gather_layer_input(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+def gather_layer_input(x: torch.Tensor, ranks: ModelParallelGroup, dim: int) -> torch.Tensor:
     """All-gathers the input of a tensor-parallel layer; its gradient is reduce-scattered.
 
-    The layer (TensorRanks.enter) saves only this rank's shard for backward, which gathers it again
+    The layer (copy_to_layer) saves only this rank's shard for backward, which gathers it again
     (`keeping`). Every other use of the result has to be the same on all ranks.
     """
     kept = _KeptShard(x, ranks, dim)
@@ -77,7 +154,7 @@ def keeping(entered: torch.Tensor) -> AbstractContextManager[Any]:
     input, and an offloaded one has it elsewhere.
 
     Args:
-        entered: The layer's input, from TensorRanks.enter.
+        entered: The layer's input, from copy_to_layer.
     """
     parts = GatheredInput.of(entered)
     return nullcontext() if not parts or _others_save() else parts.kept.keeping(entered)
@@ -90,7 +167,7 @@ def _others_save() -> bool:
 class _KeptShard:
     """This rank's shard of a gathered tensor, saved for backward."""
 
-    def __init__(self, part: torch.Tensor, ranks: TensorRanks, dim: int) -> None:
+    def __init__(self, part: torch.Tensor, ranks: ModelParallelGroup, dim: int) -> None:
         self.ranks = ranks
         self.dim = dim
         self._part = part.detach()
@@ -131,40 +208,26 @@ class _KeptShard:
         return self._again.as_strided(*kept)
 
 
-def _all_gather(part: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-    part = part.detach().contiguous()
-    parts = part.new_empty((ranks.size, *part.shape))
-    ranks.tensors.all_gather(part, parts)
-    return torch.cat(parts.unbind(), dim)
+def _all_gather(shard: torch.Tensor, ranks: ModelParallelGroup, dim: int) -> torch.Tensor:
+    return torch.cat(ranks.all_gather(shard).unbind(), dim)
 
 
-def _reduce_scatter(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
-    parts = torch.stack(x.detach().chunk(ranks.size, dim))
-    received = torch.empty_like(parts)
-    ranks.tensors.all_to_all(parts, received)
-    return sum_in_rank_order(received)
-
-
-def sum_in_rank_order(parts: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of the ranks' tensors (ranks, ...), in fp32 and rounded once.
-
-    A reduction of torch may add in another order on another device.
-    """
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:].unbind():
-        total += part
-    return total.to(parts.dtype)
-
-
-def _slice(x: torch.Tensor, ranks: TensorRanks, dim: int) -> torch.Tensor:
+def _slice(x: torch.Tensor, ranks: ModelParallelGroup, dim: int) -> torch.Tensor:
     """Returns this rank's slice, as a new contiguous tensor."""
     return x.chunk(ranks.size, dim)[ranks.rank].clone(memory_format=torch.contiguous_format)
 
 
+def _unchanged(grad: torch.Tensor) -> torch.Tensor:
+    return grad
+
+
 def _collective(
-    x: torch.Tensor, ranks: TensorRanks, dim: int, *, there: _CollectiveCall, back: _CollectiveCall
+    x: torch.Tensor,
+    there: Callable[[torch.Tensor], torch.Tensor],
+    back: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    return cast("torch.Tensor", cast("Any", _Collective).apply(x, ranks, dim, there, back))
+    """Returns there(x), whose gradient is back(gradient)."""
+    return cast("torch.Tensor", cast("Any", _Collective).apply(x, there, back))
 
 
 class _Collective(torch.autograd.Function):
@@ -172,17 +235,15 @@ class _Collective(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        ranks: TensorRanks,
-        dim: int,
-        there: _CollectiveCall,
-        back: _CollectiveCall,
+        there: Callable[[torch.Tensor], torch.Tensor],
+        back: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        ctx.ranks, ctx.dim, ctx.back = ranks, dim, back
-        return there(x, ranks, dim)
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return ctx.back(grad, ctx.ranks, ctx.dim), None, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
 class _GatherLayerInput(torch.autograd.Function):
@@ -204,5 +265,5 @@ class _GatherLayerInput(torch.autograd.Function):
         replicated = None if of_replicated is None else _slice(of_replicated, kept.ranks, kept.dim)
         if of_layers is None:
             return replicated, None
-        grad = _reduce_scatter(of_layers, kept.ranks, kept.dim)
+        grad = kept.ranks.reduce_scatter(of_layers, kept.dim)
         return grad if replicated is None else grad.add_(replicated), None

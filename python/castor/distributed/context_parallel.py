@@ -22,10 +22,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from castor.distributed.collectives import all_reduce_mean, gather_tokens
 from castor.distributed.enclosing_modules import modules_enclosing_blocks
 from castor.distributed.inputs import asked_of, by_name, check_inputs
-from castor.distributed.sequence_attention import Documents, Meeting, Mode
-from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.model_parallel_group import ModelParallelGroup
+from castor.distributed.sequence_attention import ContextParallelState, Documents, Mode
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 
@@ -34,7 +35,7 @@ _KNOWN = {*_ALONG_TOKENS, "attention_mask", "position_ids", "labels", "shift_lab
           "num_items_in_batch", "use_cache", "return_dict", "output_hidden_states",
           "output_attentions"}  # fmt: skip
 _IGNORED = -100
-_MEET_IN_ATTENTION = frozenset(
+_MIXES_IN_ATTENTION = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 )
 """Types of layers, as transformers calls them, that mix tokens in attention only or not at all."""
@@ -53,7 +54,7 @@ class ContextParallel:
     """
 
     def __init__(
-        self, model: nn.Module, ranks: TensorRanks, *, tensor_size: int, mode: Mode
+        self, model: nn.Module, ranks: ModelParallelGroup, *, tensor_size: int, mode: Mode
     ) -> None:
         """Finds out whether the model's sequences can be sharded; changes nothing.
 
@@ -76,7 +77,7 @@ class ContextParallel:
             why = "its forward takes no position_ids"
         elif getattr(config, "output_router_logits", False):
             why = _ROUTER_LOSS
-        elif mixing := set(getattr(config, "layer_types", None) or ()) - _MEET_IN_ATTENTION:
+        elif mixing := set(getattr(config, "layer_types", None) or ()) - _MIXES_IN_ATTENTION:
             why = f"its layers of type '{min(mixing)}' mix tokens outside of attention"
         elif any(hasattr(part, _OF_PADDING) for part in model.modules()):
             why = f"its positions come from where its input_ids are no padding ({_OF_PADDING})"
@@ -106,14 +107,14 @@ class ContextParallel:
         """Whether outputs are joined to all tokens; only those of the last stage need be."""
         self.gives_logits = False
         """Whether outputs with a loss have the logits of all tokens too."""
-        self._meeting = Meeting(ranks, mode)
+        self._state = ContextParallelState(ranks, mode)
         self._called: int | None = None
         """The id() of the module around the blocks that was called by itself; None: none was."""
 
     def start(self) -> None:
         """Installs the hooks that shard the inputs of forwards with gradients."""
         model: Any = self._model()
-        self._meeting.start(model)
+        self._state.start(model)
         model.register_forward_pre_hook(ModuleHook(self._divide), with_kwargs=True)
         model.register_forward_hook(ModuleHook(self._join), always_call=True, with_kwargs=True)
         for part in modules_enclosing_blocks(model):
@@ -124,14 +125,14 @@ class ContextParallel:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pre-hook of the model: returns this rank's tokens, with their positions and labels."""
-        ranks, meeting = self.ranks, self._meeting
-        meeting.unsharded = not torch.is_grad_enabled()
-        if meeting.unsharded:
+        ranks, state = self.ranks, self._state
+        state.unsharded = not torch.is_grad_enabled()
+        if state.unsharded:
             return args, kwargs
-        meeting.check(model)
+        state.check(model)
         if getattr(model.config, "output_router_logits", False):
             _refuse(model, ranks, _ROUTER_LOSS)
-        meeting.enter()
+        state.enter()
         check_inputs(ranks, model, args, kwargs)
         kwargs = by_name(model.forward, args, kwargs)
         given = {name: value for name, value in kwargs.items() if value is not None}
@@ -157,9 +158,9 @@ class ContextParallel:
             positions = self._positions(given["position_ids"], positions)
             if mask is None:
                 cached = given.get("use_cache", getattr(model.config, "use_cache", False))
-                meeting.documents = self._documents(positions, cached=bool(cached))
+                state.documents = self._documents(positions, cached=bool(cached))
         if mask is None:
-            meeting.padded = False
+            state.padded = False
             mask = torch.ones((batch, length), dtype=torch.long, device=tokens.device)
         elif mask.dim() != 2:
             raise NotImplementedError(
@@ -170,7 +171,7 @@ class ContextParallel:
             positions = (mask.cumsum(1) * mask - 1).long()  # as OPT does for all tokens
         if self._sees_some:
             self._check_tokens_see(mask, given)
-        part = meeting.own_tokens(length, tokens.device)
+        part = state.own_tokens(length, tokens.device)
         own = given | {name: given[name][:, part] for name in _ALONG_TOKENS if name in given}
         own |= {"attention_mask": mask, "position_ids": positions[:, part], "use_cache": False}
         if "labels" in given:
@@ -192,8 +193,8 @@ class ContextParallel:
         Raises:
             UsageError: The module was called by itself with gradients.
         """
-        meeting = self._meeting
-        if meeting.unsharded or meeting.entered:
+        state = self._state
+        if state.unsharded or state.entered:
             return
         if torch.is_grad_enabled():
             raise UsageError(
@@ -201,11 +202,11 @@ class ContextParallel:
                 f"this {type(part).__name__} was called by itself: call the model, or this under "
                 "torch.no_grad(), where every rank computes full sequences"
             )
-        meeting.unsharded, self._called = True, id(part)
+        state.unsharded, self._called = True, id(part)
 
     def _leave_submodule(self, part: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
         if self._called == id(part):
-            self._meeting.unsharded, self._called = False, None
+            self._state.unsharded, self._called = False, None
 
     def tokens_of_rank(self, length: int) -> int:
         """Returns the number of tokens of each rank, for sequences of `length` tokens.
@@ -213,9 +214,9 @@ class ContextParallel:
         Raises:
             UsageError: The tokens cannot be divided evenly.
         """
-        pieces = self._meeting.num_pieces
+        pieces = self._state.num_pieces
         if length % pieces:
-            into = f" into {pieces} pieces" if self._meeting.ring else ""
+            into = f" into {pieces} pieces" if self._state.ring else ""
             raise UsageError(
                 f"sp_size={self.ranks.size} ranks cannot shard sequences of {length} tokens{into};"
                 f" pad them to {-(-length // pieces) * pieces}"
@@ -267,8 +268,8 @@ class ContextParallel:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Hook of the model: gives the loss of all tokens, or without labels the logits of all."""
-        whole = self._meeting.unsharded
-        self._meeting.leave()
+        whole = self._state.unsharded
+        self._state.leave()
         if whole or output is None or not self.joins:
             return output
         if not hasattr(output, "logits"):
@@ -277,7 +278,7 @@ class ContextParallel:
                 f"{type(output).__name__}; call the model with return_dict=True"
             )
         if getattr(output, "loss", None) is not None:
-            output.loss = self.ranks.all_reduce_mean(output.loss)
+            output.loss = all_reduce_mean(output.loss, self.ranks)
             if not self.gives_logits:
                 output.logits = None  # of some tokens
         if output.logits is not None:
@@ -288,7 +289,7 @@ class ContextParallel:
 
     def _of_all_tokens(self, own: torch.Tensor) -> torch.Tensor:
         """Gathers (batch, own tokens, width) to all tokens, in the order of the sequence."""
-        gathered, ring = self.ranks.gather_tokens(own), self._meeting.ring
+        gathered, ring = gather_tokens(own, self.ranks), self._state.ring
         return ring.in_order(gathered) if ring else gathered
 
 
@@ -300,7 +301,7 @@ def _following(given: Mapping[str, Any]) -> torch.Tensor:
     return following
 
 
-def _refuse(model: nn.Module, ranks: TensorRanks, why: str) -> NoReturn:
+def _refuse(model: nn.Module, ranks: ModelParallelGroup, why: str) -> NoReturn:
     raise NotImplementedError(
         f"sp_size={ranks.size} cannot shard the sequences of this {type(model).__name__}: {why}"
     )

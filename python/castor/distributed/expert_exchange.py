@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.model_parallel_group import ModelParallelGroup
 
 _WITHOUT_GRADIENTS = "a forward without gradients"
 _SERVES = "the end of generate"
@@ -38,7 +38,7 @@ class _Told:
 class ExpertExchange:
     """Dispatch and combine for the modules of experts of one model."""
 
-    def __init__(self, model: nn.Module, ranks: TensorRanks) -> None:
+    def __init__(self, model: nn.Module, ranks: ModelParallelGroup) -> None:
         """Changes nothing.
 
         Args:
@@ -84,7 +84,7 @@ class ExpertExchange:
             place = f"the forward through '{name}'"
             if not torch.is_grad_enabled():
                 place = f"{_WITHOUT_GRADIENTS}, through '{name}'"
-            heard = ranks.hear(place, (name, told), unless=_excused)
+            heard = ranks.all_gather_places(place, (name, told), unless=_excused)
         most = max(max(told.counts) for _, (_, told) in _asking(heard))
         return Routes(ranks=ranks, name=name, rows=rows, num_rows=len(x), room=max(1, most))
 
@@ -97,7 +97,9 @@ class ExpertExchange:
         """
         model = self._model()
         assert model is not None
-        while asking := _asking(heard := self._ranks.hear(_SERVES, None, unless=_excused)):
+        while asking := _asking(
+            heard := self._ranks.all_gather_places(_SERVES, None, unless=_excused)
+        ):
             name, told = asking[0][1]
             of_states, of_weights = told.dtypes
             self._heard = heard
@@ -127,7 +129,7 @@ class Routes:
     multiplied by it where they leave.
     """
 
-    ranks: TensorRanks
+    ranks: ModelParallelGroup
     """Expert-parallel ranks."""
     name: str
     """Name of the module of experts."""
@@ -201,9 +203,7 @@ class Routes:
         """Exchanges tensors (ranks, rows, ...) by rank, in one all-to-all of their bytes."""
         as_bytes = [one.detach().contiguous().view(torch.uint8) for one in given]
         sent = torch.cat(as_bytes, -1)
-        received = torch.empty_like(sent)
-        self.ranks.tensors.all_to_all(sent, received)
-        parts = received.split([one.shape[-1] for one in as_bytes], -1)
+        parts = self.ranks.all_to_all(sent).split([one.shape[-1] for one in as_bytes], -1)
         return [part.contiguous().view(one.dtype) for part, one in zip(parts, given, strict=True)]
 
 
@@ -237,5 +237,5 @@ class _Back(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         routes: Routes = ctx.routes
-        routes.ranks.hear(f"the backward through '{routes.name}'", None)
+        routes.ranks.all_gather_places(f"the backward through '{routes.name}'", None)
         return routes.spread([grad / routes.ranks.size])[0], None

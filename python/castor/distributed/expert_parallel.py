@@ -14,7 +14,7 @@ from castor import _C
 from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.rng_state import Generators
 from castor.distributed.tensor_parallel import TensorParallel
-from castor.errors import UsageError
+from castor.runtime.rank_group import check_equal
 
 _MOST_AT_ONCE = 1 << 18
 """Largest number of gradient elements that one all-reduce sums; a larger gradient goes alone."""
@@ -56,23 +56,27 @@ class ExpertParallel(TensorParallel):
         """
         present, scale = session.gradient_marks()
         whole = [i for i, param in enumerate(params) if param not in self.shard_specs]
-        everyone = self.ranks.hear("a step", ([present[i] for i in whole], scale))
-        scales = {of for _, (_, of) in everyone if of is not None}
-        if len(scales) > 1:
-            raise UsageError(
-                f"the ranks' gradients carry the loss scales {sorted(scales)}: use "
-                "booster.backward for every micro-batch, on every rank"
-            )
+        everyone = self.ranks.all_gather_places("a step", ([present[i] for i in whole], scale))
+        scales = {
+            number: of
+            for number, (_, (_, of)) in zip(self.ranks.numbers, everyone, strict=True)
+            if of is not None
+        }
+        check_equal(
+            [{"the loss scale that their gradients carry": of} for of in scales.values()],
+            numbers=[*scales],
+            remedy="use booster.backward for every micro-batch, on every rank",
+        )
         grads = []
         for number, *anywhere in zip(whole, *(of for _, (of, _) in everyone), strict=True):
             if any(anywhere):
                 if not present[number]:
-                    session.make_gradient_present(number, next(iter(scales), 1.0))
+                    session.make_gradient_present(number, next(iter(scales.values()), 1.0))
                 grads.append(params[number].grad)
         for some in _together(grads):
             # On the host: a rank may have a gradient on its device, and another in host storage.
             total = torch.cat([grad.detach().reshape(-1).cpu() for grad in some])
-            self.ranks.tensors.all_reduce(total)
+            total = self.ranks.all_reduce(total)
             total /= self.ranks.size
             for grad, mean in zip(some, total.split([grad.numel() for grad in some]), strict=True):
                 # Through .data: an edit by the user would be refused under a loss scale.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from castor.runtime.input_cast import as_given
-from castor.runtime.ranks import Peers
+from castor.runtime.rank_group import RankGroup
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -40,7 +40,7 @@ def asked_of(model: nn.Module, kwargs: Mapping[str, Any], name: str, default: An
 
 
 def check_inputs(
-    ranks: Peers,
+    ranks: RankGroup,
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -59,7 +59,7 @@ def check_inputs(
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         asked: Other values that have to be equal, by their names in a message.
-        extra: Value that may differ; see Peers.check_equal.
+        extra: Value that may differ; see RankGroup.check_equal.
 
     Returns:
         The value of `extra` of each rank, in rank order.

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import distributed
 
-from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.model_parallel_group import ModelParallelGroup
 from castor.runtime.device_groups import DeviceBackend, DeviceLink
 from castor.runtime.parallel_dims import Dimension, ParallelDims
 from castor.runtime.process_groups import own_group, own_groups
-from castor.runtime.ranks import Peers, Ranks, make_ranks, make_savers, rank_and_size
+from castor.runtime.rank_group import DataParallelGroup, RankGroup
+from castor.runtime.ranks import rank_and_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,22 +27,22 @@ class ParallelGroups:
     """Sizes of the groups."""
     rank: int
     """Number of this process among all ranks of the run."""
-    dp: Ranks | None
+    dp: DataParallelGroup | None
     """Ranks with the same shard of the model and other data or tokens; None: this rank is the only
     one with its shard."""
-    layers: TensorRanks | None
+    layers: ModelParallelGroup | None
     """The tensor-parallel group, or the expert-parallel one where dims.tp is 1; None: neither.
 
     Tensor-parallel ranks have the other shards of each layer and the same tokens. Expert-parallel
     ranks have the other experts and other tokens.
     """
-    cp: TensorRanks | None
+    cp: ModelParallelGroup | None
     """The context-parallel group, with other tokens of the same data; None: sequences are full."""
-    pp: TensorRanks | None = None
+    pp: ModelParallelGroup | None = None
     """The pipeline-parallel group, with the other stages for the same data; None: there is one."""
     pp_group: distributed.ProcessGroup | None = None
     """Process group that sends stage inputs and outputs; None: there is one stage."""
-    everyone: Peers | None = None
+    everyone: RankGroup | None = None
     """All ranks, for checkpoints; None: each has the full model, and `dp` are all ranks."""
     device_backend: DeviceBackend | None = None
     """Backend that sends memory of devices; None: it goes through the host."""
@@ -49,7 +50,7 @@ class ParallelGroups:
     """Device memory that the backend's communicators take."""
 
     @property
-    def groups(self) -> tuple[Peers, ...]:
+    def groups(self) -> tuple[RankGroup, ...]:
         """Groups through which this rank reaches all others; empty: it is alone."""
         groups = (self.layers, self.dp, self.pp)
         return tuple(group for group in groups if group is not None)
@@ -69,12 +70,12 @@ class ParallelGroups:
         return cls(
             dims=dims,
             rank=rank,
-            dp=make_ranks(dims.groups("dp")),
-            layers=_exchanging(dims.groups("layers"), rank),
-            cp=_exchanging(dims.groups("cp"), rank),
-            pp=_exchanging(dims.groups("pp"), rank),
+            dp=DataParallelGroup.make(dims.groups("dp")),
+            layers=_model_parallel(dims.groups("layers"), rank),
+            cp=_model_parallel(dims.groups("cp"), rank),
+            pp=_model_parallel(dims.groups("pp"), rank),
             pp_group=own_group(dims.groups("pp")) if dims.pp > 1 else None,
-            everyone=make_savers() if dims.layer_shards * dims.pp > 1 else None,
+            everyone=RankGroup.of_all_ranks() if dims.layer_shards * dims.pp > 1 else None,
         )
 
     def connect_devices(self, device: torch.device) -> ParallelGroups:
@@ -89,7 +90,7 @@ class ParallelGroups:
         Returns:
             These groups, with the backend and the device memory that its communicators take.
         """
-        named: dict[Dimension, TensorRanks | None]
+        named: dict[Dimension, ModelParallelGroup | None]
         named = {"layers": self.layers, "cp": self.cp, "pp": self.pp}
         connected = {name: ranks for name, ranks in named.items() if ranks}
         backend = DeviceBackend.find(device, self.gather) if connected else None
@@ -98,7 +99,7 @@ class ParallelGroups:
         free = backend.free_bytes()
         for name, ranks in connected.items():
             ranks.use_device_link(
-                DeviceLink(ranks.tensors, backend.group(self.dims.groups(name)), device)
+                DeviceLink(ranks.links, backend.group(self.dims.groups(name)), device)
             )
         taken = max(self.gather(max(0, free - backend.free_bytes())))
         return replace(self, device_backend=backend, communicator_bytes=taken)
@@ -107,7 +108,7 @@ class ParallelGroups:
         """Returns these groups with `replicas` replicas of the weights; see ParallelDims."""
         return replace(self, dims=self.dims.replicated(replicas))
 
-    def subset_of_pp(self, numbers: Sequence[int]) -> TensorRanks | None:
+    def subset_of_pp(self, numbers: Sequence[int]) -> ModelParallelGroup | None:
         """Makes a group of some ranks of this rank's pipeline-parallel group.
 
         Collective: every rank of the run calls it, with the same numbers.
@@ -121,7 +122,7 @@ class ParallelGroups:
         pipelines = self.dims.groups("pp")
         some = [[ranks[number] for number in numbers] for ranks in pipelines]
         some += [[one] for ranks in pipelines for n, one in enumerate(ranks) if n not in numbers]
-        return _exchanging(some, self.rank)
+        return _model_parallel(some, self.rank)
 
     def share_of_cores(self) -> int:
         """Returns this process's share of the cores that it shares with other ranks. Collective.
@@ -137,11 +138,13 @@ class ParallelGroups:
         """Returns the picklable values of all ranks of all groups, by number. Collective."""
         everyone = {self.rank: value}
         for group in self.groups:
-            everyone = {of: one for some in group.gather(everyone) for of, one in some.items()}
+            everyone = {
+                of: one for some in group.all_gather_object(everyone) for of, one in some.items()
+            }
         return [everyone[of] for of in sorted(everyone)]
 
 
-def _exchanging(parts: list[list[int]], rank: int) -> TensorRanks | None:
+def _model_parallel(parts: list[list[int]], rank: int) -> ModelParallelGroup | None:
     """Returns the ranks of this rank's group; None if it is alone there."""
     if all(len(part) == 1 for part in parts):
         return None
@@ -149,7 +152,7 @@ def _exchanging(parts: list[list[int]], rank: int) -> TensorRanks | None:
     mine = next(part for part in parts if rank in part)
     if len(mine) == 1:
         return None
-    return TensorRanks.of(name, rank=mine.index(rank), size=len(mine))
+    return ModelParallelGroup.of(name, mine)
 
 
 def data_rank_and_size(replica: ParallelDims) -> tuple[int, int]:

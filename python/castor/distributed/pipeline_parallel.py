@@ -18,20 +18,20 @@ from torch.optim import Optimizer
 from castor import _C
 from castor.distributed.context_parallel import ContextParallel
 from castor.distributed.inputs import asked_of
+from castor.distributed.model_parallel_group import ModelParallelGroup
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
 from castor.distributed.rng_state import Generators
 from castor.distributed.shared_parameters import SharedCopy, SharedParameters
 from castor.distributed.stage_transfer import StageTransfer
 from castor.distributed.stages import StageModules, places_of
 from castor.distributed.tensor_parallel import TensorParallel
-from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 from castor.lazy import is_lazy, random_states
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_shards import FullModel, Runs, Segments
 from castor.runtime.packed import is_packed
 from castor.runtime.peft_model import adapter_tensors, is_peft_model
-from castor.runtime.ranks import Peers
+from castor.runtime.rank_group import RankGroup
 from castor.runtime.waits import waiting
 from castor.runtime.weight_conversions import file_layout
 
@@ -46,9 +46,9 @@ class PipelineParallel:
         self,
         model: nn.Module,
         plan: PipelinePlan,
-        ranks: TensorRanks,
+        ranks: ModelParallelGroup,
         *,
-        subset_of_pp: Callable[[Sequence[int]], TensorRanks | None],
+        subset_of_pp: Callable[[Sequence[int]], ModelParallelGroup | None],
         group: distributed.ProcessGroup,
         chunks: int = 1,
         folded: bool = False,
@@ -177,7 +177,7 @@ class PipelineParallel:
         self.ranks.check_equal({what: random_states(model)})
         for tensor in (*model.parameters(), *model.buffers()):
             if not is_lazy(tensor):
-                self.ranks.share(tensor)
+                self.ranks.broadcast(tensor)
         mine = [stage for stage in range(self.num_stages) if self._rank_of[stage] == self._rank]
         self.full_model = _describe(named, optimizers)
         self._modules = StageModules(places, mine, self._cuts, self._transfer)
@@ -292,7 +292,7 @@ class PipelineParallel:
         }
         mine = [*own], [*own.values()]
         squared = self.tensor.squared_norm(*mine) if self.tensor else sum(mine[1])
-        return math.sqrt(sum(self.ranks.gather(squared)))
+        return math.sqrt(sum(self.ranks.all_gather_object(squared)))
 
     def full_shape(self, param: torch.Tensor) -> tuple[int, ...] | None:
         """See TensorParallel."""
@@ -308,7 +308,7 @@ class PipelineParallel:
         return self.tensor.runs(param) if self.tensor else None
 
     @property
-    def peers(self) -> Sequence[Peers]:
+    def peers(self) -> Sequence[RankGroup]:
         """See TensorParallel."""
         return (*(self.tensor.peers if self.tensor else ()), self.ranks)
 
@@ -322,7 +322,7 @@ class PipelineParallel:
         """Whether this rank is the first of those with its stages; see TensorParallel."""
         return self.tensor is None or self.tensor.has_first_shard
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Returns when the ranks of all stages are here; see TensorParallel. Collective.
 
         Raises:
@@ -332,8 +332,8 @@ class PipelineParallel:
         """
         self.check_connected()
         if self.tensor:
-            self.tensor.meet()
-        self.ranks.gather(None)
+            self.tensor.barrier()
+        self.ranks.all_gather_object(None)
 
     def _find_shared(self, owners: Mapping[nn.Parameter, set[int]]) -> SharedParameters:
         """Makes the groups of ranks that share parameters. Collective.
@@ -341,7 +341,7 @@ class PipelineParallel:
         Args:
             owners: Ranks that have each parameter.
         """
-        groups: dict[tuple[int, ...], TensorRanks | None] = {}
+        groups: dict[tuple[int, ...], ModelParallelGroup | None] = {}
         copies = []
         for param, ranks in owners.items():
             if len(ranks) == 1:

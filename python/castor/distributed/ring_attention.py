@@ -24,8 +24,8 @@ import torch
 from castor import _C
 from castor.distributed.blockwise_attention import Block, Scores, merge
 from castor.distributed.device_copies import from_host, on_host
+from castor.distributed.model_parallel_group import ModelParallelGroup
 from castor.distributed.placeholder_mask import PlaceholderMask
-from castor.distributed.tensor_ranks import TensorRanks
 
 _Gradients = tuple[torch.Tensor, torch.Tensor]
 """Gradients of keys and of values."""
@@ -68,7 +68,7 @@ class ComingOnDevice:
 class Ring:
     """Ranks in a ring, each of which sends tensors to the next; and the tokens of each rank."""
 
-    def __init__(self, ranks: TensorRanks) -> None:
+    def __init__(self, ranks: ModelParallelGroup) -> None:
         """Makes the ring and its thread; sends nothing.
 
         Args:
@@ -110,9 +110,9 @@ class Ring:
         Args:
             sent: Contiguous tensor, of the same shape on all ranks.
         """
-        if self.ranks.tensors.sends_from_device(sent):
+        if self.ranks.links.sends_from_device(sent):
             on_device = torch.empty_like(sent)
-            work = self.ranks.tensors.begin_ring_shift(sent, on_device)
+            work = self.ranks.links.begin_ring_shift(sent, on_device)
             self._on_device.append(work)
             return ComingOnDevice(work, on_device)
         # The other thread sees host memory only, since each thread has its own streams.
@@ -120,7 +120,7 @@ class Ring:
         received = torch.empty_like(own, pin_memory=own is not sent)
 
         def send() -> torch.Tensor:
-            self.ranks.tensors.ring_shift(own, received)
+            self.ranks.links.ring_shift(own, received)
             return received
 
         self._last = self._thread.submit(send)

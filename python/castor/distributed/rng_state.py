@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from castor.runtime.ranks import Peers
+from castor.runtime.rank_group import RankGroup
 
 States = tuple[torch.Tensor, ...]
 """States of the host's generator and, if there is one, of the device's; uint8, in host memory."""
@@ -51,11 +51,11 @@ class Generators:
         if self._of_device:
             torch.rand((), device=self.device)
 
-    def share(self, ranks: Peers) -> None:
+    def broadcast(self, ranks: RankGroup) -> None:
         """Sets the generators of every rank to rank 0's states. Collective."""
         states = self.states()
         for state in states:
-            ranks.share(state)
+            ranks.broadcast(state)
         self.restore(states)
 
 

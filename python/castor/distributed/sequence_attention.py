@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from castor.distributed.blockwise_attention import Scores
+from castor.distributed.collectives import all_gather, all_to_all
+from castor.distributed.model_parallel_group import ModelParallelGroup
 from castor.distributed.placeholder_mask import FullMask
 from castor.distributed.ring_attention import PieceMasks, Ring, RingPass, ring_attention
-from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 
 Mode = Literal["all_to_all", "all_gather", "ring_attn"]
@@ -60,7 +61,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Unsharded:
-    """Stands in for the Meeting in deep copies and pickles of a model, which no ranks shard.
+    """Replacement of ContextParallelState in copies and pickles of a model, which no ranks shard.
 
     The configs of such models name castor's attention, also in a process that reads another's
     pickle.
@@ -77,10 +78,10 @@ class Unsharded:
         return Unsharded, (self.implementation, self.mode)
 
 
-class Meeting:
+class ContextParallelState:
     """State of attention that the ranks of a context-parallel group compute together."""
 
-    def __init__(self, ranks: TensorRanks, mode: Mode) -> None:
+    def __init__(self, ranks: ModelParallelGroup, mode: Mode) -> None:
         """Changes nothing yet.
 
         Args:
@@ -106,7 +107,7 @@ class Meeting:
         self._name = _register(self._implementation, self.mode)
         model.set_attn_implementation(self._name)
         for module in model.modules():
-            module._castor_meeting = self
+            module._castor_cp_state = self
 
     def __reduce__(self) -> tuple[type[Unsharded], tuple[str, Mode]]:
         return Unsharded, (self._implementation, self.mode)
@@ -128,12 +129,12 @@ class Meeting:
 
     def enter(self) -> None:
         """Begins a sharded forward: masks are made for its tokens from now on."""
-        _running.meeting = self
+        _running.state = self
         self.entered = True
 
     def leave(self) -> None:
         """Ends a forward, sharded or not."""
-        _running.meeting = self.documents = None
+        _running.state = self.documents = None
         self.padded = True
         self.unsharded = self.entered = False
 
@@ -168,7 +169,8 @@ def _register(implementation: str, mode: Mode) -> str:
     )
 
     name = f"castor_{mode}_{implementation}"
-    meet = {"all_to_all": _exchanged, "all_gather": _gathered, "ring_attn": _passed_on}[mode]
+    modes = {"all_to_all": _exchanged, "all_gather": _gathered, "ring_attn": _passed_on}
+    compute_sharded = modes[mode]
     mask_of_whole: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     mask_of_pieces: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -177,20 +179,20 @@ def _register(implementation: str, mode: Mode) -> str:
     ) -> Any:
         compute = _attention_of(module, implementation)
         # An attribute, not a table's entry: compiled attention reads it, and guards what it reads.
-        meeting: Meeting | Unsharded | None = getattr(module, "_castor_meeting", None)
+        state: ContextParallelState | Unsharded | None = getattr(module, "_castor_cp_state", None)
         # Outside of forwards, backward recomputes a block, and only sharded forwards have one.
-        if not isinstance(meeting, Meeting) or meeting.unsharded:
+        if not isinstance(state, ContextParallelState) or state.unsharded:
             return compute(module, query, key, value, attention_mask, **options)
-        return meet(compute, meeting, module, (query, key, value), attention_mask, options)
+        return compute_sharded(compute, state, module, (query, key, value), attention_mask, options)
 
     def mask(*, q_length: int, kv_length: int, q_offset: Any = 0, **options: Any) -> Any:
-        meeting: Meeting | None = getattr(_running, "meeting", None)
-        if meeting:
-            ranks = meeting.ranks
-            if not meeting.padded:  # the mask is castor's own, which nobody needs to look at
+        state: ContextParallelState | None = getattr(_running, "state", None)
+        if state:
+            ranks = state.ranks
+            if not state.padded:  # the mask is castor's own, which nobody needs to look at
                 options["attention_mask"] = None
-            if meeting.documents:
-                sees = meeting.documents.apart(options.get("mask_function", causal_mask_function))
+            if state.documents:
+                sees = state.documents.apart(options.get("mask_function", causal_mask_function))
                 options |= {"mask_function": sees, "allow_is_causal_skip": False}
             if mode == "ring_attn":
                 return PieceMasks(mask_of_pieces, options, length=q_length, ranks=ranks.size)
@@ -199,7 +201,7 @@ def _register(implementation: str, mode: Mode) -> str:
             else:
                 kv_length, q_offset = q_length * ranks.size, q_length * ranks.rank
         made = mask_of_whole(q_length=q_length, kv_length=kv_length, q_offset=q_offset, **options)
-        return FullMask(made) if meeting and made is not None else made
+        return FullMask(made) if state and made is not None else made
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -219,7 +221,7 @@ def _attention_of(module: nn.Module, implementation: str) -> Callable[..., Any]:
 
 def _exchanged(
     compute: Callable[..., Any],
-    meeting: Meeting,
+    state: ContextParallelState,
     module: Any,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: Any,
@@ -230,15 +232,15 @@ def _exchanged(
     `states` are queries, keys and values of all heads for this rank's tokens, each of shape (batch,
     heads, tokens, channels). The result has the shape (batch, tokens, heads, channels).
     """
-    ranks = meeting.ranks
+    ranks = state.ranks
     _refuse_values_by_head(module, ranks, options, ("s_aux", "position_bias"))
-    mask = _tensor_of(mask, module, meeting)
+    mask = _tensor_of(mask, module, state)
     query, key, value = states
     # Each rank needs at least one key-value head.
     repeats = ranks.size // math.gcd(key.shape[1], ranks.size)
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    query, key, value = (ranks.all_to_all(x, 1, 2) for x in (query, key, value))
+    query, key, value = (all_to_all(x, ranks, 1, 2) for x in (query, key, value))
     groups = getattr(module, "num_key_value_groups", None)
     try:
         if groups is not None:
@@ -247,12 +249,12 @@ def _exchanged(
     finally:
         if groups is not None:
             module.num_key_value_groups = groups
-    return ranks.all_to_all(output, 1, 2), None
+    return all_to_all(output, ranks, 1, 2), None
 
 
 def _gathered(
     compute: Callable[..., Any],
-    meeting: Meeting,
+    state: ContextParallelState,
     module: Any,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: Any,
@@ -262,11 +264,11 @@ def _gathered(
 
     Shapes are those of _exchanged.
     """
-    ranks = meeting.ranks
+    ranks = state.ranks
     _refuse_values_by_head(module, ranks, options, ("position_bias",))  # depends on tokens too
-    mask = _tensor_of(mask, module, meeting)
+    mask = _tensor_of(mask, module, state)
     query, key, value = states
-    key, value = ranks.all_gather(key, 2), ranks.all_gather(value, 2)
+    key, value = all_gather(key, ranks, 2), all_gather(value, ranks, 2)
     # Without a mask, attention takes the first query for the first token: right on rank 0 only.
     if mask is None and ranks.rank:
         own = ranks.shard_range(key.shape[2])
@@ -279,7 +281,7 @@ def _gathered(
 @torch._disable_dynamo  # type: ignore[attr-defined]  # imports torch._dynamo at its first call
 def _passed_on(
     _compute: Callable[..., Any],
-    meeting: Meeting,
+    state: ContextParallelState,
     module: Any,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: Any,
@@ -290,7 +292,7 @@ def _passed_on(
     All heads attend from this rank's tokens to those of one rank after the other. Shapes are those
     of _exchanged.
     """
-    _refuse_values_by_head(module, meeting.ranks, options, ("position_bias",))
+    _refuse_values_by_head(module, state.ranks, options, ("position_bias",))
     # Booleans are switches that a model gives to all its modules.
     asked = {name for name, of in options.items() if of is not None and not isinstance(of, bool)}
     unknown = asked - _KNOWN_TO_RINGS - _OF_MASKS_AND_LOSSES
@@ -300,9 +302,9 @@ def _passed_on(
             "sequence_parallelism_mode='ring_attn' does not know; give 'all_gather' or 'all_to_all'"
         )
     if not (mask is None or isinstance(mask, PieceMasks)):
-        _refuse_own_mask(module, meeting)
+        _refuse_own_mask(module, state)
     query, key, value = states
-    assert meeting.ring
+    assert state.ring
     dropout = options.get("dropout") or 0.0
     scores = Scores(
         scale=query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"],
@@ -313,27 +315,27 @@ def _passed_on(
     causal = options.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    how = RingPass(ring=meeting.ring, scores=scores, masks=mask, causal=causal)
+    how = RingPass(ring=state.ring, scores=scores, masks=mask, causal=causal)
     return ring_attention(query, key, value, options.get("s_aux"), how), None
 
 
-def _tensor_of(mask: Any, module: nn.Module, meeting: Meeting) -> torch.Tensor | None:
+def _tensor_of(mask: Any, module: nn.Module, state: ContextParallelState) -> torch.Tensor | None:
     """Returns the mask tensor for attention; None: there is no mask."""
     if not (mask is None or isinstance(mask, FullMask)):
-        _refuse_own_mask(module, meeting)
+        _refuse_own_mask(module, state)
     return None if mask is None else mask.tensor
 
 
-def _refuse_own_mask(module: nn.Module, meeting: Meeting) -> NoReturn:
+def _refuse_own_mask(module: nn.Module, state: ContextParallelState) -> NoReturn:
     raise NotImplementedError(
         f"{type(module).__name__} gives its attention a mask that transformers has not made, and "
-        f"castor knows no other where sp_size={meeting.ranks.size} ranks shard sequences; train "
+        f"castor knows no other where sp_size={state.ranks.size} ranks shard sequences; train "
         "with sp_size=1"
     )
 
 
 def _refuse_values_by_head(
-    module: Any, ranks: TensorRanks, options: dict[str, Any], names: tuple[str, ...]
+    module: Any, ranks: ModelParallelGroup, options: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     for name in names:
         if options.get(name) is not None:

@@ -2,7 +2,7 @@
 
 Norms, dropouts and residuals of each block see the tokens of one rank. Hidden states are gathered
 where attention or an MLP begins, and the outputs of these are reduce-scattered.
-Source: Korthikanti et al. 2022 (see castor.distributed.sequence_collectives).
+Source: Korthikanti et al. 2022 (see castor.distributed.collectives).
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from castor.distributed.collectives import (
+    all_gather_replicated,
+    all_reduce,
+    gather_layer_input,
+    reduce_scatter,
+    scatter,
+)
 from castor.distributed.inputs import asked_of, by_name
 from castor.distributed.layer_regions import (
     COLUMNS,
@@ -25,16 +32,10 @@ from castor.distributed.layer_regions import (
     region_of,
     upwards,
 )
+from castor.distributed.model_parallel_group import ModelParallelGroup
 from castor.distributed.pipeline_plan import find_blocks
 from castor.distributed.rank_rng import RankRng
 from castor.distributed.rng_state import Generators, States
-from castor.distributed.sequence_collectives import (
-    all_gather_replicated,
-    gather_layer_input,
-    reduce_scatter,
-    scatter,
-)
-from castor.distributed.tensor_ranks import TensorRanks
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 
@@ -51,7 +52,7 @@ class SequenceShards:
     """
 
     def __init__(
-        self, model: nn.Module, plan: Mapping[str, Sequence[str]], ranks: TensorRanks
+        self, model: nn.Module, plan: Mapping[str, Sequence[str]], ranks: ModelParallelGroup
     ) -> None:
         """Finds out where tokens are gathered and scattered; changes nothing.
 
@@ -152,7 +153,7 @@ class SequenceShards:
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Reduce-scatters the output of a layer with sharded inputs, by tokens."""
         if not self.divides:
-            return self._ranks.reduce(x)
+            return all_reduce(x, self._ranks)
         return reduce_scatter(x, self._ranks, _tokens_of(x))
 
     def _find_regions(self) -> dict[str, bool]:

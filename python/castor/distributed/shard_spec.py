@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from castor import _C
-from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.model_parallel_group import ModelParallelGroup
 from castor.errors import UsageError
 from castor.runtime.model_shards import Runs, Segments
 
@@ -63,7 +63,7 @@ class ShardSpec:
         """Number of elements of a piece in the sharded dimension."""
         return self.shape[self.dim] // self.pieces
 
-    def runs_of(self, ranks: TensorRanks) -> Runs | Segments:
+    def runs_of(self, ranks: ModelParallelGroup) -> Runs | Segments:
         """Returns the places of this rank's shard in the full tensor.
 
         Elements that several ranks have are written by the first of them.
@@ -80,7 +80,7 @@ class ShardSpec:
             )
         )
 
-    def squared_once(self, param: torch.Tensor, square: float, ranks: TensorRanks) -> float:
+    def squared_once(self, param: torch.Tensor, square: float, ranks: ModelParallelGroup) -> float:
         """Returns the sum of squares of a gradient, without elements that another rank counts.
 
         Args:
@@ -96,7 +96,7 @@ class ShardSpec:
         alone = len(self._of_group(self.shape[0], ranks.rank, ranks.size)[0])
         return float(param.grad[:alone].detach().double().square().sum())
 
-    def sum_of_copies(self, grad: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+    def sum_of_copies(self, grad: torch.Tensor, ranks: ModelParallelGroup) -> torch.Tensor:
         """Sums the shared elements of a gradient over the ranks that share them. Collective.
 
         The sum is in rank order, so these ranks get the same bits. Returns a new tensor.
@@ -122,7 +122,7 @@ class ShardSpec:
         """Returns the shape of a rank's shard."""
         return tuple(self.local_shard(torch.empty(self.shape, device="meta"), rank, size).shape)
 
-    def local_shard_of(self, full: torch.Tensor, ranks: TensorRanks) -> torch.Tensor:
+    def local_shard_of(self, full: torch.Tensor, ranks: ModelParallelGroup) -> torch.Tensor:
         """Returns this rank's shard of a tensor that belongs to the parameter.
 
         Args:
@@ -135,7 +135,7 @@ class ShardSpec:
         blocks = self.blocks_of_rank(ranks, ranks.rank)
         return full if blocks is None else full[blocks]
 
-    def blocks_of_rank(self, ranks: TensorRanks, rank: int) -> torch.Tensor | None:
+    def blocks_of_rank(self, ranks: ModelParallelGroup, rank: int) -> torch.Tensor | None:
         """Returns the numbers of the blocks of moments of a rank's shard; see blocks_of."""
         if self.copies == 1:
             return self.blocks_of(ranks.shard_range(self.length_of_piece, rank))
@@ -171,7 +171,7 @@ class ShardSpec:
 
 
 def check_blocks(
-    model: nn.Module, shard_specs: Mapping[torch.Tensor, ShardSpec], ranks: TensorRanks
+    model: nn.Module, shard_specs: Mapping[torch.Tensor, ShardSpec], ranks: ModelParallelGroup
 ) -> None:
     """Checks that every rank's shards consist of full blocks of moments.
 
@@ -198,10 +198,12 @@ def check_blocks(
             )
 
 
-_ranks: weakref.WeakValueDictionary[str, TensorRanks] = weakref.WeakValueDictionary()
+_ranks: weakref.WeakValueDictionary[str, ModelParallelGroup] = weakref.WeakValueDictionary()
 
 
-def local_shard(full: torch.Tensor, cut: ShardSpec | None, ranks: TensorRanks) -> torch.Tensor:
+def local_shard(
+    full: torch.Tensor, cut: ShardSpec | None, ranks: ModelParallelGroup
+) -> torch.Tensor:
     """Returns this rank's shard of rank 0's values, as a new contiguous tensor. Collective.
 
     Args:
@@ -221,7 +223,7 @@ def _local_shard(
     full: torch.Tensor, how: list[int], group: str, rank: int, size: int
 ) -> torch.Tensor:
     values = full.contiguous() if rank == 0 else torch.empty_like(full).contiguous()
-    _ranks[group].share(values)
+    _ranks[group].broadcast(values)
     return _cut(values, how, rank, size).clone(memory_format=torch.contiguous_format)
 
 
@@ -240,7 +242,9 @@ def _cut(full: torch.Tensor, how: list[int], rank: int, size: int) -> torch.Tens
     )
 
 
-def check_reader(ranks: TensorRanks, module: nn.Module, _prefix: str, keep_vars: bool) -> None:
+def check_reader(
+    ranks: ModelParallelGroup, module: nn.Module, _prefix: str, keep_vars: bool
+) -> None:
     """Pre-hook of state_dict: refuses to give shards as if they were full values.
 
     Raises:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.model_parallel_group import ModelParallelGroup
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -19,7 +19,7 @@ class SharedCopy:
     """This rank's copy of a parameter that several stages share."""
 
     param: nn.Parameter
-    ranks: TensorRanks
+    ranks: ModelParallelGroup
     """Ranks that have a copy."""
 
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from castor.distributed.model_parallel_group import BETWEEN_PASSES
 from castor.distributed.pipeline_parallel import PipelineParallel
-from castor.distributed.tensor_ranks import BETWEEN_PASSES
 from castor.errors import Error
 
 FOR_THE_LOSS = frozenset(
@@ -72,8 +72,8 @@ def _of_all(
     ranks = parallel.ranks
     said = None if failure is None or lost else f"{type(failure).__name__}: {failure}"
     try:
-        # Not gather, which raises where the device's link has ended: the others say why.
-        everyone = [told for _, told in ranks.hear(BETWEEN_PASSES, (own, said, lost))]
+        # Not all_gather_object, which raises where the device's link has ended: the others say why.
+        everyone = [told for _, told in ranks.all_gather_places(BETWEEN_PASSES, (own, said, lost))]
     except Error as error:
         parallel.broken = str(error)
         if failure is not None and not lost:

@@ -9,10 +9,16 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from castor.distributed.collectives import (
+    all_reduce,
+    copy_to_layer,
+    gather_columns,
+    keeping,
+    scatter_columns,
+)
 from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.inputs import by_name, check_numbers
-from castor.distributed.sequence_collectives import keeping
-from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.model_parallel_group import ModelParallelGroup
 from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.errors import UsageError
 
@@ -26,7 +32,7 @@ class Part:
     """The forward of a module of which this rank has a shard; it calls a style."""
 
     def __init__(
-        self, module: nn.Module, forward: Forward, ranks: TensorRanks, argument: Any
+        self, module: nn.Module, forward: Forward, ranks: ModelParallelGroup, argument: Any
     ) -> None:
         self.forward = forward
         self.argument = argument
@@ -65,9 +71,9 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def columns(m: nn.Module, ranks: TensorRanks, _: int, x: torch.Tensor) -> torch.Tensor:
+def columns(m: nn.Module, ranks: ModelParallelGroup, _: int, x: torch.Tensor) -> torch.Tensor:
     """Runs a column-parallel linear layer; returns this rank's outputs."""
-    return _of_entered(m, ranks.enter(x))
+    return _of_entered(m, copy_to_layer(x, ranks))
 
 
 def _of_entered(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -76,24 +82,26 @@ def _of_entered(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def gathered_columns(m: nn.Module, ranks: TensorRanks, width: int, x: torch.Tensor) -> torch.Tensor:
+def gathered_columns(
+    m: nn.Module, ranks: ModelParallelGroup, width: int, x: torch.Tensor
+) -> torch.Tensor:
     """Runs a column-parallel linear layer, and gathers all of its `width` outputs."""
-    return ranks.gather_columns(columns(m, ranks, width, x), width)
+    return gather_columns(columns(m, ranks, width, x), ranks, width)
 
 
 def head(
-    m: nn.Module, ranks: TensorRanks, given: tuple[int, VocabularyLoss], x: torch.Tensor
+    m: nn.Module, ranks: ModelParallelGroup, given: tuple[int, VocabularyLoss], x: torch.Tensor
 ) -> torch.Tensor:
     """Runs the output embedding; its logits stay sharded where the loss is vocab-parallel."""
     width, loss = given
     if not loss.local:
         return gathered_columns(m, ranks, width, x)
-    x = ranks.enter(x)
+    x = copy_to_layer(x, ranks)
     logits = loss.deferred(x) if loss.deferred else None
     return _of_entered(m, x) if logits is None else logits
 
 
-def rows(m: Any, _: TensorRanks, reduce: Reduce, x: torch.Tensor) -> torch.Tensor:
+def rows(m: Any, _: ModelParallelGroup, reduce: Reduce, x: torch.Tensor) -> torch.Tensor:
     """Runs a row-parallel linear layer, whose input is sharded."""
     bias: torch.Tensor | None = m._parameters.get("bias")
     if bias is None:
@@ -108,12 +116,12 @@ def rows(m: Any, _: TensorRanks, reduce: Reduce, x: torch.Tensor) -> torch.Tenso
     return reduce(part) + bias
 
 
-def split_rows(m: Any, ranks: TensorRanks, reduce: Reduce, x: torch.Tensor) -> torch.Tensor:
+def split_rows(m: Any, ranks: ModelParallelGroup, reduce: Reduce, x: torch.Tensor) -> torch.Tensor:
     """Runs a row-parallel linear layer, whose input is full."""
-    return rows(m, ranks, reduce, ranks.scatter_columns(x))
+    return rows(m, ranks, reduce, scatter_columns(x, ranks))
 
 
-def vocabulary(m: Any, ranks: TensorRanks, given: tuple[int, int], ids: torch.Tensor) -> Any:
+def vocabulary(m: Any, ranks: ModelParallelGroup, given: tuple[int, int], ids: torch.Tensor) -> Any:
     """Runs a vocab-parallel embedding.
 
     Args:
@@ -129,18 +137,30 @@ def vocabulary(m: Any, ranks: TensorRanks, given: tuple[int, int], ids: torch.Te
     check_numbers(ids, rows, "input_ids")
     own = (ids >= first) & (ids < first + m.num_embeddings)
     found = _whole(m)((ids - first).clamp(0, m.num_embeddings - 1))
-    return ranks.reduce(found.masked_fill(~own.unsqueeze(-1), 0.0))
+    return all_reduce(found.masked_fill(~own.unsqueeze(-1), 0.0), ranks)
 
 
 def experts(
-    m: nn.Module, ranks: TensorRanks, _: None, x: torch.Tensor, chosen: Any, weights: torch.Tensor
+    m: nn.Module,
+    ranks: ModelParallelGroup,
+    _: None,
+    x: torch.Tensor,
+    chosen: Any,
+    weights: torch.Tensor,
 ) -> torch.Tensor:
     """Runs experts whose hidden units are sharded (tensor parallelism)."""
-    return ranks.reduce(_whole(m)(ranks.enter(x), chosen, ranks.enter(weights)))
+    return all_reduce(
+        _whole(m)(copy_to_layer(x, ranks), chosen, copy_to_layer(weights, ranks)), ranks
+    )
 
 
 def own_experts(
-    m: Any, ranks: TensorRanks, first: int, x: torch.Tensor, chosen: Any, weights: torch.Tensor
+    m: Any,
+    ranks: ModelParallelGroup,
+    first: int,
+    x: torch.Tensor,
+    chosen: Any,
+    weights: torch.Tensor,
 ) -> torch.Tensor:
     """Runs this rank's experts on the tokens that chose them; all ranks have the same tokens.
 
@@ -152,11 +172,14 @@ def own_experts(
         chosen: Numbers of the chosen experts, (tokens, choices).
         weights: Routing weight of each choice, (tokens, choices).
     """
-    return ranks.reduce(_of_own_experts(m, first, ranks.enter(x), chosen, ranks.enter(weights)))
+    return all_reduce(
+        _of_own_experts(m, first, copy_to_layer(x, ranks), chosen, copy_to_layer(weights, ranks)),
+        ranks,
+    )
 
 
 def exchanged_experts(
-    m: Any, ranks: TensorRanks, given: tuple[ExpertExchange, str, int], x: torch.Tensor,
+    m: Any, ranks: ModelParallelGroup, given: tuple[ExpertExchange, str, int], x: torch.Tensor,
     chosen: Any, weights: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Runs this rank's experts on all ranks' tokens that chose them (expert parallelism).
@@ -188,12 +211,14 @@ def _of_own_experts(
     return torch.zeros_like(x).index_add(0, tokens[:count], found[:count])
 
 
-def reduced(m: nn.Module, ranks: TensorRanks, _: None, *args: Any, **kwargs: Any) -> torch.Tensor:
+def reduced(
+    m: nn.Module, ranks: ModelParallelGroup, _: None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     """Runs a module, and sums its outputs over the ranks."""
-    return ranks.reduce(_whole(m)(*args, **kwargs))
+    return all_reduce(_whole(m)(*args, **kwargs), ranks)
 
 
-def own_heads(m: nn.Module, ranks: TensorRanks, name: str, *args: Any, **kwargs: Any) -> Any:
+def own_heads(m: nn.Module, ranks: ModelParallelGroup, name: str, *args: Any, **kwargs: Any) -> Any:
     """Runs a module with this rank's heads of its argument `name`, (batch x all heads, ...)."""
     given = by_name(_whole(m), args, kwargs)
     by_head = given[name]

@@ -19,20 +19,21 @@ from torch import nn
 from castor import _C
 from castor.distributed import styles
 from castor.distributed.adapters import with_adapters
+from castor.distributed.collectives import all_reduce, gather_columns
 from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.full_gradients import check_full_gradients
 from castor.distributed.inputs import asked_of, check_inputs
+from castor.distributed.model_parallel_group import ModelParallelGroup
 from castor.distributed.rank_rng import give_rank_rng
 from castor.distributed.rng_state import Generators, digest_of
 from castor.distributed.sequence_shards import SequenceShards
 from castor.distributed.shard_spec import ShardSpec, check_reader, local_shard
-from castor.distributed.tensor_ranks import TensorRanks
 from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_shards import Runs, Segments
 from castor.runtime.packed import is_packed
-from castor.runtime.ranks import Peers
+from castor.runtime.rank_group import RankGroup
 
 _PARTIAL = "replicated_with_grad_allreduce"
 
@@ -44,7 +45,7 @@ class TensorParallel:
         self,
         model: nn.Module,
         plan: Mapping[str, Sequence[str]],
-        ranks: TensorRanks,
+        ranks: ModelParallelGroup,
         *,
         vocab_parallel_loss: bool = False,
         sequence_parallel: bool = False,
@@ -125,7 +126,7 @@ class TensorParallel:
             cut = self.shard_specs.get(param)
             if cut and cut.copies > 1 and param.requires_grad:
                 param.register_hook(functools.partial(cut.sum_of_copies, ranks=self.ranks))
-        generators.share(self.ranks)  # dropout of replicated activations has to be the same
+        generators.broadcast(self.ranks)  # dropout of replicated activations has to be the same
         model.register_forward_pre_hook(
             ModuleHook(_begin_pass, self.ranks, generators), with_kwargs=True
         )
@@ -168,14 +169,14 @@ class TensorParallel:
         full = [
             s for param, s in zip(params, squares, strict=True) if param not in self.shard_specs
         ]
-        parts = self.ranks.gather((cut, full))
+        parts = self.ranks.all_gather_object((cut, full))
         total = float(sum(parts[0][1]) + sum(of_rank for of_rank, _ in parts))
         of_all = [param for param in params if param not in self.shard_specs]
         check_full_gradients(self.model, of_all, [squares for _, squares in parts], total)
         return total
 
     @property
-    def peers(self) -> Sequence[Peers]:
+    def peers(self) -> Sequence[RankGroup]:
         """Groups of ranks with the other shards of this model; this rank is in each."""
         return (self.ranks,)
 
@@ -192,14 +193,14 @@ class TensorParallel:
     def settle_gradients(self, session: _C.Session, params: Sequence[nn.Parameter]) -> None:
         """Does nothing: after backward the gradients are ready for a step."""
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Returns when every rank with a shard of the layers is here. Collective.
 
         Raises:
             UsageError: A rank is within a pass; every rank raises it.
             Error: A rank is gone.
         """
-        self.ranks.gather(None)
+        self.ranks.all_gather_object(None)
 
     def full_shape(self, param: torch.Tensor) -> tuple[int, ...] | None:
         """Returns the full shape of a sharded parameter; None for one that is not sharded."""
@@ -249,7 +250,11 @@ class TensorParallel:
         elif kind in ("rowwise", "rowwise_split_input", "rowwise_rep"):
             self._shard_linear(name, module, inputs=True)
             tokens = self._tokens
-            reduce = tokens.reduce if tokens and name in tokens.rows else self.ranks.reduce
+            reduce = (
+                tokens.reduce
+                if tokens and name in tokens.rows
+                else functools.partial(all_reduce, ranks=self.ranks)
+            )
             self._replace(module, styles.rows if kind == "rowwise" else styles.split_rows, reduce)
         elif kind == "embedding_rowwise":
             self._shard_vocabulary(name, module)
@@ -420,7 +425,7 @@ class TensorParallel:
 
 
 def _begin_pass(
-    ranks: TensorRanks,
+    ranks: ModelParallelGroup,
     generators: Generators,
     model: nn.Module,
     args: tuple[Any, ...],
@@ -435,11 +440,11 @@ def _begin_pass(
     """
     drawn_from = digest_of(generators.states()) if model.training else None
     if len(set(check_inputs(ranks, model, args, kwargs, extra=drawn_from))) > 1:
-        generators.share(ranks)  # one has drawn alone, as a loader on that rank does
+        generators.broadcast(ranks)  # one has drawn alone, as a loader on that rank does
 
 
 def _gather_attentions(
-    ranks: TensorRanks,
+    ranks: ModelParallelGroup,
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -465,12 +470,12 @@ def _gather_attentions(
     return output
 
 
-def _of_all_heads(own: Any, heads: int, ranks: TensorRanks) -> Any:
+def _of_all_heads(own: Any, heads: int, ranks: ModelParallelGroup) -> Any:
     """Gathers attention weights (batch, own heads, queries, keys) of this rank to all heads."""
     if not isinstance(own, torch.Tensor) or own.ndim != 4 or own.shape[1] * ranks.size != heads:
         return own
-    return ranks.gather_columns(own.transpose(1, -1), heads).transpose(1, -1)
+    return gather_columns(own.transpose(1, -1), ranks, heads).transpose(1, -1)
 
 
-def _end_pass(ranks: TensorRanks, *_: Any) -> None:
-    ranks.forget_entered()
+def _end_pass(ranks: ModelParallelGroup, *_: Any) -> None:
+    ranks.entered.forget()

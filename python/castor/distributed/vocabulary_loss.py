@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from castor.distributed.inputs import by_name, check_numbers
-from castor.distributed.tensor_ranks import TensorRanks
+from castor.distributed.model_parallel_group import ModelParallelGroup
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 
@@ -30,7 +30,7 @@ InTiles = Callable[[torch.Tensor, torch.Tensor, "Columns"], torch.Tensor | None]
 class VocabularyLoss:
     """transformers' loss of a causal language model, over each rank's shard of the vocabulary."""
 
-    def __init__(self, model: nn.Module, ranks: TensorRanks) -> None:
+    def __init__(self, model: nn.Module, ranks: ModelParallelGroup) -> None:
         """Finds out whether the model computes that loss; changes nothing.
 
         Args:
@@ -143,7 +143,7 @@ class Columns:
     """
 
     def __init__(
-        self, target: torch.Tensor, ranks: TensorRanks, vocabulary: int, ignored: int
+        self, target: torch.Tensor, ranks: ModelParallelGroup, vocabulary: int, ignored: int
     ) -> None:
         """Begins one loss.
 

@@ -13,14 +13,14 @@ import torch
 from torch import distributed, nn
 from torch.nn import parallel
 
-from castor import _C
 from castor.errors import UsageError
 from castor.integrations.uneven_data import UnevenData, multiply_gradients
 from castor.runtime.boosted_model import boosted_models_holding, compiled_from
 from castor.runtime.engine import Engine, engine_of
-from castor.runtime.process_groups import end_groups, groups_made, own_groups
+from castor.runtime.process_groups import end_groups, groups_made
 from castor.runtime.rank_buffers import broadcast_flat, names_of_own
-from castor.runtime.ranks import Peers, describe_parameters
+from castor.runtime.rank_group import RankGroup
+from castor.runtime.ranks import describe_parameters
 
 _ARGUMENTS = inspect.signature(parallel.DistributedDataParallel.__init__)
 _HONOURED = (
@@ -238,16 +238,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         }
 
     def _begin_as_first(self) -> None:
-        size = distributed.get_world_size()
-        if size == 1:
+        if distributed.get_world_size() == 1:
             return
         with groups_made() as groups:
-            (name,) = own_groups([range(size)], 1)  # of CPU tensors, whatever the script's is for
-            peers = Peers(rank=distributed.get_rank(), size=size, group=_C.RankGroup(name))
+            # Of CPU tensors, whatever the script's group is for.
+            peers = RankGroup.of_all_ranks(sends_tensors=False)
             peers.check_equal(describe_parameters(self.module))
             buffers = self._shared_buffers().values() if self._begins_with_buffers else ()
-            for tensor in (*self.module.parameters(), *buffers):
-                peers.share(tensor)
+            peers.broadcast_all((*self.module.parameters(), *buffers))
         end_groups(groups)
 
     def share_buffers(self, source: int) -> None:

@@ -34,7 +34,7 @@ from castor.optim.own_step import (
 )
 from castor.optim.weight_digests import WeightDigests
 from castor.runtime.engine import Engine
-from castor.runtime.ranks import Peers
+from castor.runtime.rank_group import RankGroup, check_equal
 from castor.runtime.rules import FusedRule, RuleGroup
 
 
@@ -147,7 +147,7 @@ class ModelStep:
         session = self.engine.session
         if self.engine.check_step:
             self.engine.check_step()
-        self.engine.check_context_peers("a step")
+        self.engine.check_cp_group("a step")
         session.reduce_gradients(position)
         if self.engine.model_shards:
             self.engine.model_shards.settle_gradients(session, self.engine.params)
@@ -187,7 +187,7 @@ class ModelStep:
         if engine.ranks:
             options |= optimizer._castor.checksums  # type: ignore[attr-defined]
             norm, written = _agree(engine.ranks, norm, options, extra=engine.buffers.written())
-            engine.buffers.share({number for of_rank in written for number in of_rank})
+            engine.buffers.broadcast({number for of_rank in written for number in of_rank})
         return norm
 
     def taken_by(self, driver: StepDriver, optimizer: Optimizer, *, skipped: bool) -> None:
@@ -337,7 +337,7 @@ class StepDriver:
         if lazily:
             self.scaled.show(params, scaler, scale)
         if engine.everyone is not None:  # each rank has its shards of the gradients
-            bad = any(engine.everyone.gather(bad))
+            bad = any(engine.everyone.all_gather_object(bad))
         return bad if grads or engine.everyone is not None else None
 
     def take_up_edits(self, optimizer: Optimizer) -> None:
@@ -535,36 +535,31 @@ def _options_of(optimizer: Optimizer) -> dict[str, Any]:
     return options
 
 
+_SAME_OPTIONS = (
+    "each updates its shard of every weight by its own options: make the same change on all ranks, "
+    "and give a scheduler that looks at a metric (ReduceLROnPlateau) the mean of all ranks', not "
+    "each its own"
+)
+
+
 def _agree(
-    ranks: Peers, norm: float, options: dict[str, Any], *, extra: Any = None
+    ranks: RankGroup, norm: float, options: dict[str, Any], *, extra: Any = None
 ) -> tuple[float, list[Any]]:
     """Returns rank 0's norm, and every rank's `extra`; see ModelStep._agreed."""
-    everyone = ranks.gather_at("a step", (norm, options, extra))
-    first, of_first, _ = everyone[0]
-    for rank, (theirs, their_options, _) in enumerate(everyone):
-        if their_options != of_first:
-            raise _options_differ(rank, of_first, their_options)
+    everyone = ranks.all_gather_object((norm, options, extra), place="a step")
+    options_of = [theirs for _, theirs, _ in everyone]
+    check_equal(options_of, numbers=ranks.numbers, remedy=_SAME_OPTIONS)
+    first, lowest = everyone[0][0], ranks.numbers[0]
+    for number, (theirs, *_) in zip(ranks.numbers, everyone, strict=True):
         if not _same_norm(first, theirs):
             raise UsageError(
-                f"the ranks' gradients differ in a step: their norm is {first:g} on rank 0 and "
-                f"{theirs:g} on rank {rank}. After backward all ranks have one mean, and one of "
-                "them has changed p.grad since: make the same change on every rank (noise from a "
-                "generator with one seed on all), or make it under booster.no_sync, before the "
+                f"the ranks' gradients differ in a step: their norm is {first:g} on rank {lowest} "
+                f"and {theirs:g} on rank {number}. After backward all ranks have one mean, and one "
+                "of them has changed p.grad since: make the same change on every rank (noise from "
+                "a generator with one seed on all), or make it under booster.no_sync, before the "
                 "gradients are reduced"
             )
     return float(first), [given for *_, given in everyone]
-
-
-def _options_differ(rank: int, first: dict[str, Any], theirs: dict[str, Any]) -> UsageError:
-    """Makes the error of ranks that step with different options."""
-    names = [*first, *theirs]
-    name = next(name for name in names if first.get(name) != theirs.get(name))
-    return UsageError(
-        f"rank 0 and rank {rank} step with different options: {name} is {first.get(name)} and "
-        f"{theirs.get(name)}. Each updates its shard of every weight by its own: make the same "
-        "change on all ranks, and give a scheduler that looks at a metric (ReduceLROnPlateau) the "
-        "mean of all ranks', not each its own"
-    )
 
 
 def _same_norm(one: float, other: float) -> bool:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from castor.distributed.collectives import all_reduce, copy_to_layer
 from castor.distributed.expert_exchange import Routes
+from castor.distributed.model_parallel_group import ModelParallelGroup
 from castor.distributed.styles import Part, exchanged_experts, own_experts
-from castor.distributed.tensor_ranks import TensorRanks
 
 
 def count_experts(model: nn.Module) -> dict[str, int]:
@@ -49,7 +50,7 @@ def balance_experts(model: nn.Module, counts: Mapping[str, int]) -> None:
 def _balanced(
     count: int,
     m: Any,
-    ranks: TensorRanks,
+    ranks: ModelParallelGroup,
     _first: int,
     x: torch.Tensor,
     chosen: torch.Tensor,
@@ -65,14 +66,14 @@ def _balanced(
         chosen: Numbers of the chosen experts, (tokens, choices).
         weights: Weight of each choice, (tokens, choices).
     """
-    x, weights = ranks.enter(x), ranks.enter(weights)
-    return ranks.reduce(_of_own(m, x, weights, -(-chosen.numel() * m.num_experts // count)))
+    x, weights = copy_to_layer(x, ranks), copy_to_layer(weights, ranks)
+    return all_reduce(_of_own(m, x, weights, -(-chosen.numel() * m.num_experts // count)), ranks)
 
 
 def _exchanged(
     name: str,
     m: Any,
-    ranks: TensorRanks,
+    ranks: ModelParallelGroup,
     given: tuple[Any, str, int],
     x: torch.Tensor,
     chosen: torch.Tensor,

@@ -8,17 +8,17 @@ from typing import Any, cast
 import torch
 
 from castor import _C
-from castor.distributed import Generators, TensorRanks
+from castor.distributed import Generators, ModelParallelGroup
 from castor.estimate.metatrace import Sent
 
 
-class SimulatedTensorRanks(TensorRanks):
+class SimulatedGroup(ModelParallelGroup):
     """One rank of a group whose other ranks are simulated and hold the same values."""
 
     @classmethod
     def simulate(
         cls, name: str, size: int, tell: Callable[[Sent], None], *, rank: int = 0
-    ) -> SimulatedTensorRanks:
+    ) -> SimulatedGroup:
         """Makes a group of simulated ranks around this process.
 
         Args:
@@ -30,11 +30,11 @@ class SimulatedTensorRanks(TensorRanks):
         sends = cast("_C.RankTensors", _Sends(name, size, tell))
         return cls(rank=rank, size=size, group=cast("_C.RankGroup", None), name=name, tensors=sends)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any, *, place: str = "") -> list[Any]:
         """Returns the value once for each rank: the others have the same."""
         return [value] * self.size
 
-    def share(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor) -> None:
         """Does nothing: the others have the tensor."""
 
     def check_equal(self, facts: Mapping[str, Any], *, extra: Any = None) -> list[Any]:

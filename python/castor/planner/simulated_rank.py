@@ -1,7 +1,7 @@
 """Records one rank's stages of a model on the meta device, with a micro-batch.
 
 Layers, sequences and blocks are sharded by the code that shards them in training. The other ranks
-are simulated (castor.planner.simulated_tensor_ranks). So modules, activations and collectives are
+are simulated (castor.planner.simulated_group). So modules, activations and collectives are
 those of a real rank instead of formulas.
 """
 
@@ -39,7 +39,7 @@ from castor.estimate.operators import Results
 from castor.estimate.simulator import lay_out
 from castor.planner.balanced_experts import balance_experts, count_experts
 from castor.planner.repeated_blocks import NotRepeated, RepeatedBlocks
-from castor.planner.simulated_tensor_ranks import SimulatedGenerators, SimulatedTensorRanks
+from castor.planner.simulated_group import SimulatedGenerators, SimulatedGroup
 from castor.runtime.engine import WORKING_DTYPES
 from castor.runtime.parallel_dims import ONE_RANK, ParallelDims
 from castor.runtime.spec import ModelSpec
@@ -147,7 +147,7 @@ class SimulatedModel:
         if dims.cp > 1:
             # With all-gather of keys, the last rank attends to all of them, through a mask.
             last = dims.cp - 1
-            peers = SimulatedTensorRanks.simulate(SEQUENCE, dims.cp, self._note, rank=last)
+            peers = SimulatedGroup.simulate(SEQUENCE, dims.cp, self._note, rank=last)
             self._sequences = ContextParallel(
                 self.model, peers, tensor_size=dims.tp, mode=sequence_mode
             )
@@ -162,7 +162,7 @@ class SimulatedModel:
         plan = find_plan(self.model, dims.tp, None) if dims.tp > 1 else {}
         if dims.ep > 1:
             plan = with_expert_parallel(self.model, plan, dims.ep)
-        peers = SimulatedTensorRanks.simulate(TENSOR, dims.layer_shards, self._note)
+        peers = SimulatedGroup.simulate(TENSOR, dims.layer_shards, self._note)
         layers = TensorParallel(self.model, plan, peers, sequence_parallel=sequence_parallel)
         layers.apply()
         if dims.tp > 1:

@@ -18,12 +18,12 @@ from castor.distributed import (
     Generators,
     Microbatches,
     Mode,
+    ModelParallelGroup,
     ParallelGroups,
     PipelineParallel,
     Plan,
     Schedule,
     TensorParallel,
-    TensorRanks,
     beneath_adapters,
     check_blocks,
     find_pipeline_plan,
@@ -34,7 +34,7 @@ from castor.errors import UsageError
 from castor.optim.rules import rules_of
 from castor.runtime.engine import WORKING_DTYPES, Engine
 from castor.runtime.parallel_dims import ONE_RANK, ParallelDims
-from castor.runtime.ranks import Peers
+from castor.runtime.rank_group import RankGroup
 from castor.runtime.rules import CLASSES
 
 
@@ -46,7 +46,7 @@ class ParallelizedModel:
     sequences: ContextParallel | None = None
     stages: PipelineParallel | None = None
     schedule: Schedule | None = None
-    everyone: Peers | None = None
+    everyone: RankGroup | None = None
     """All ranks, where each has a shard of the model; None: each has the full model."""
 
     @property
@@ -55,7 +55,7 @@ class ParallelizedModel:
         return not (self.layers or self.sequences or self.stages)
 
     @property
-    def sharing(self) -> list[TensorRanks]:
+    def sharing(self) -> list[ModelParallelGroup]:
         """Groups of ranks that exchange tensors within blocks."""
         return [parallel.ranks for parallel in (self.layers, self.sequences) if parallel]
 
@@ -66,13 +66,13 @@ class ParallelizedModel:
             engine.everyone = self.everyone
             engine.session.refuse_gradient_edits()
         if isinstance(self.layers, ExpertParallel):
-            engine.expert_peers = self.layers.ranks
+            engine.ep_group = self.layers.ranks
         if self.layers:
             self.layers.start(
                 Generators(engine.device), self.stages.modules.own_blocks if self.stages else None
             )
         if self.sequences:
-            engine.context_peers = self.sequences.ranks
+            engine.cp_group = self.sequences.ranks
             self.sequences.start()
         if self.stages:
             self.stages.start(WORKING_DTYPES[engine.settings.precision], engine.device)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from castor.runtime.own_forward import OwnForward
 from castor.runtime.rank_buffers import RankBuffers, names_of_own
-from castor.runtime.ranks import Peers
+from castor.runtime.rank_group import RankGroup
 from castor.runtime.torch_model import TorchModel
 
 
@@ -68,7 +68,7 @@ class ReplicatedModel(TorchModel):
         optimizers: Sequence[Optimizer],
         ddp: DistributedDataParallel,
         *,
-        ranks: Peers,
+        ranks: RankGroup,
         trained_by: str,
     ) -> None:
         """See TorchModel; the model's forward has to keep `ddp` alive."""
@@ -91,14 +91,14 @@ class ReplicatedModel(TorchModel):
         Buffers are shared here because the forwards that follow may be without gradients, and ranks
         do not wait for each other in those.
         """
-        told = self._peers.gather((self.unreduced, self._buffers.written()))
-        self._buffers.share({number for _, written in told for number in written})
+        told = self._peers.all_gather_object((self.unreduced, self._buffers.written()))
+        self._buffers.broadcast({number for _, written in told for number in written})
         if not any(unreduced for unreduced, _ in told):
             return
         self.unreduced = False
         present = [param.grad is not None for param in self.params]
         for param, anywhere in zip(
-            self.params, zip(*self._peers.gather(present), strict=True), strict=True
+            self.params, zip(*self._peers.all_gather_object(present), strict=True), strict=True
         ):
             if any(anywhere):
                 if param.grad is None:

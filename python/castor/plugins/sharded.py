@@ -16,7 +16,7 @@ from castor.errors import UsageError
 from castor.runtime.blocks import find_blocks
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_shards import ShardFinder
-from castor.runtime.ranks import Peers, Result
+from castor.runtime.rank_group import RankGroup, Result
 from castor.runtime.shards import Shards
 from castor.runtime.tensor_types import tensor_types
 from castor.runtime.torch_model import TorchModel
@@ -30,7 +30,7 @@ class ShardedModel(TorchModel):
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], *, ranks: Peers | None
+        self, model: nn.Module, optimizers: Sequence[Optimizer], *, ranks: RankGroup | None
     ) -> None:
         """See TorchModel; fully_shard has sharded the model."""
         super().__init__(model, optimizers, ranks=ranks, trained_by="fully_shard")
@@ -52,7 +52,7 @@ class ShardedModel(TorchModel):
         Raises:
             UsageError: The last backward was under no_sync on some rank.
         """
-        if self.ranks and any(self.ranks.gather(self.unreduced)):
+        if self.ranks and any(self.ranks.all_gather_object(self.unreduced)):
             raise UsageError(
                 "the last backward before this step was under booster.no_sync, and fully_shard "
                 "reduces the ranks' gradients in a backward alone: run the last "

@@ -24,7 +24,7 @@ from castor.plugins.replicated import (
 )
 from castor.plugins.torch_settings import TorchPlugin, check_precision, only_neutral
 from castor.runtime.process_groups import own_group
-from castor.runtime.ranks import Peers
+from castor.runtime.rank_group import RankGroup
 from castor.runtime.torch_model import TorchModel
 
 _NEUTRAL: dict[str, tuple[object, str]] = {
@@ -122,7 +122,7 @@ class TorchDDPPlugin(TorchPlugin):
         boosted: TorchModel
         if ranks is None or not any(param.requires_grad for param in model.parameters()):
             if ranks is not None:  # else DistributedDataParallel does it
-                ranks.share_all(model)
+                ranks.broadcast_all((*model.parameters(), *model.buffers()))
             boosted = TorchModel(model, optimizers, ranks=ranks, trained_by="plain PyTorch")
             if dtype is not None:
                 model.forward = CastingForward(model, dtype)
@@ -145,7 +145,7 @@ class TorchDDPPlugin(TorchPlugin):
         )
         return boosted
 
-    def _group(self, ranks: Peers) -> distributed.ProcessGroup:
+    def _group(self, ranks: RankGroup) -> distributed.ProcessGroup:
         """Makes the process group that gradients are reduced over. Collective."""
         everyone = [range(ranks.size)]
         if self.device.type == "cpu":

@@ -21,7 +21,8 @@ from castor.plugins.sharded import ShardedModel, check_divisible, groups_of, isl
 from castor.plugins.torch_settings import TorchPlugin, check_precision, only_neutral
 from castor.runtime.peft_model import is_peft_model
 from castor.runtime.process_groups import lasting_group
-from castor.runtime.ranks import Peers, be_alone
+from castor.runtime.rank_group import RankGroup
+from castor.runtime.ranks import be_alone
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -156,7 +157,7 @@ class TorchFSDPPlugin(TorchPlugin):
         if ranks is None:
             be_alone()
         elif self._sync_module_states:
-            ranks.share_all(model)
+            ranks.broadcast_all((*model.parameters(), *model.buffers()))
         mesh = DeviceMesh.from_group(lasting_group(backend), self.device.type)
         before = dict(model.named_parameters())
         for module in islands:
@@ -176,7 +177,7 @@ class TorchFSDPPlugin(TorchPlugin):
         )
         return boosted
 
-    def _backend(self, ranks: Peers | None) -> str:
+    def _backend(self, ranks: RankGroup | None) -> str:
         """Returns the backend of the ranks' process group, which sends host memory as well.
 
         Raises:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from castor import _C
 from castor.config.declared import values_of
 from castor.config.settings import StepSettings
 from castor.distributed import data_rank_and_size
@@ -26,8 +25,8 @@ from castor.runtime.device_groups import DeviceBackend, backend_of
 from castor.runtime.input_cast import InputCast
 from castor.runtime.memory_sharing import Aliases
 from castor.runtime.parallel_dims import ONE_RANK
-from castor.runtime.process_groups import own_groups
-from castor.runtime.ranks import Peers, describe_parameters, rank_and_size
+from castor.runtime.rank_group import RankGroup
+from castor.runtime.ranks import describe_parameters, rank_and_size
 from castor.runtime.spec import ModelSpec, check_distinct_memory
 
 
@@ -140,7 +139,7 @@ class TorchPlugin:
                     "LBFGS evaluates the model inside step; castor cannot run it"
                 )
 
-    def _join(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Peers | None:
+    def _join(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> RankGroup | None:
         """Returns the ranks that share the model; None: this process is alone.
 
         Checks that all ranks were given the same, and changes nothing. Collective.
@@ -149,11 +148,9 @@ class TorchPlugin:
             UsageError: Two ranks differ, or compute on one GPU, or torch has no backend for their
                 GPUs.
         """
-        rank, size = rank_and_size()
-        if size == 1:
+        if rank_and_size()[1] == 1:
             return None
-        (name,) = own_groups([range(size)], 1)
-        ranks = Peers(rank=rank, size=size, group=_C.RankGroup(name))
+        ranks = RankGroup.of_all_ranks(sends_tensors=False)
         ranks.check_equal(
             {
                 **describe_parameters(model),
@@ -163,18 +160,18 @@ class TorchPlugin:
             }
         )
         if self.device.type != "cpu":
-            check_own_gpus(self.device, ranks.gather)
+            check_own_gpus(self.device, ranks.all_gather_object)
             self._device_backend(ranks)
         return ranks
 
-    def _device_backend(self, ranks: Peers | None) -> DeviceBackend:
+    def _device_backend(self, ranks: RankGroup | None) -> DeviceBackend:
         """Returns torch's backend that sends memory of the ranks' GPUs. Collective.
 
         Raises:
             UsageError: torch has none for these GPUs, or CASTOR_DEVICE_LINK forbids it; every rank
                 raises it.
         """
-        found = DeviceBackend.find(self.device, ranks.gather if ranks else _of_one)
+        found = DeviceBackend.find(self.device, ranks.all_gather_object if ranks else _of_one)
         if found is None:
             missing = backend_of(self.device) is None
             raise UsageError(

@@ -58,7 +58,7 @@ class Source:
     def parameters(self) -> str:
         """The number of parameters, as "42.6M parameters"."""
         count = sum(param.numel() for param in self.engine.params)
-        where = " on this rank" if self.engine.expert_peers else ""
+        where = " on this rank" if self.engine.ep_group else ""
         for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
             if count >= unit:
                 return f"{count / unit:.1f}{name} parameters{where}"

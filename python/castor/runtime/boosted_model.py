@@ -13,7 +13,7 @@ from torch import nn
 
 from castor.errors import UsageError
 from castor.runtime.model_shards import ShardFinder
-from castor.runtime.ranks import Peers, Result
+from castor.runtime.rank_group import RankGroup, Result
 from castor.runtime.report import MemoryReport, TorchReport
 
 _WRAPPED = "_orig_mod"
@@ -32,7 +32,7 @@ class BoostedModel(Protocol):
     """Steps whose update was left out because a gradient was not finite."""
 
     @property
-    def ranks(self) -> Peers | None:
+    def ranks(self) -> RankGroup | None:
         """The ranks that share the model; None: this process is alone."""
         ...
 

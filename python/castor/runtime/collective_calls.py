@@ -7,7 +7,7 @@ from typing import Any
 
 from castor import _C
 from castor.runtime.model_shards import ModelShards, ShardFinder
-from castor.runtime.ranks import Peers, Ranks, Result
+from castor.runtime.rank_group import DataParallelGroup, RankGroup, Result
 
 
 class CollectiveCalls:
@@ -15,13 +15,13 @@ class CollectiveCalls:
 
     session: _C.Session
     model_shards: ModelShards | None
-    ranks: Ranks | None
+    ranks: DataParallelGroup | None
     """The ranks that share the model; None: this process is alone."""
-    everyone: Peers | None = None
+    everyone: RankGroup | None = None
     """All ranks, where each has a part of the model; None: each has the full model."""
-    expert_peers: Peers | None = None
+    ep_group: RankGroup | None = None
     """The expert-parallel ranks, which have other data; None: there are none."""
-    context_peers: Peers | None = None
+    cp_group: RankGroup | None = None
     """The context-parallel ranks, which compute other tokens of batches; None: there are none."""
     check_step: Callable[[], None] | None = None
     """Check by a wrapper around the model, which may refuse a step; None: there is no wrapper."""
@@ -32,11 +32,11 @@ class CollectiveCalls:
         return self.ranks is not None or self.model_shards is not None
 
     @property
-    def savers(self) -> Peers | None:
+    def savers(self) -> RankGroup | None:
         """The ranks that write checkpoints together; None: this process is alone."""
         return self.everyone or (self.ranks.saves if self.ranks else None)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Returns when every rank that shares the model has called it, between passes.
 
         Raises:
@@ -44,10 +44,10 @@ class CollectiveCalls:
             UsageError: A rank does something else; every rank that waits for it raises it.
         """
         if self.model_shards is not None:
-            self.model_shards.meet()
+            self.model_shards.barrier()
         self.gather(None)
 
-    def check_context_peers(self, place: str) -> None:
+    def check_cp_group(self, place: str) -> None:
         """Checks, before a call of all ranks, that no context-parallel rank is in a pass.
 
         In a pass these ranks wait for each other, and would not notice the call.
@@ -60,8 +60,8 @@ class CollectiveCalls:
             UsageError: A rank is in a pass; every rank raises it.
         """
         # Stages that have lost each other report the cause themselves.
-        if self.context_peers and not (self.model_shards and self.model_shards.broken):
-            self.context_peers.gather_at(place, None)
+        if self.cp_group and not (self.model_shards and self.model_shards.broken):
+            self.cp_group.all_gather_object(None, place=place)
 
     def answer_first(self) -> None:
         """Serves rank 0's reads of optimizer states until rank 0 makes this call too.
@@ -86,11 +86,11 @@ class CollectiveCalls:
             Error: A rank is gone.
             UsageError: A rank does something else; every rank raises it.
         """
-        self.check_context_peers("a save")
+        self.check_cp_group("a save")
         if self.ranks is None:
             return [value]
         self.answer_first()
-        return self.ranks.gather_at("a save", value)
+        return self.ranks.all_gather_object(value, place="a save")
 
     def gather_to_load(self, value: Any) -> list[Any]:
         """Gathers as gather does, before a load, when nothing has been changed.
@@ -100,13 +100,13 @@ class CollectiveCalls:
             UsageError: A rank does something else; every rank raises it.
         """
         if self.everyone is not None:
-            self.meet()
-            return self.everyone.gather(value)
-        self.check_context_peers("a load")
+            self.barrier()
+            return self.everyone.all_gather_object(value)
+        self.check_cp_group("a load")
         if self.ranks is None:
             return [value]
         self.session.meet_to_load()
-        return self.ranks.gather(value)
+        return self.ranks.all_gather_object(value)
 
     def on_first(self, work: Callable[[], Result], shard_finder: ShardFinder) -> Result:
         """Runs `work` on rank 0 for all; the others serve optimizer states that it reads.
@@ -125,9 +125,9 @@ class CollectiveCalls:
         """
         del shard_finder
         if self.everyone is not None:
-            self.meet()
+            self.barrier()
             return self.everyone.on_first(work, serve=_nothing, end_service=_nothing)
-        self.check_context_peers("a save or a load")
+        self.check_cp_group("a save or a load")
         if self.ranks is None:
             return work()
         self.answer_first()  # checks that all ranks save, and names one that does not

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from castor import _C
 from castor.errors import Error, UsageError
 from castor.runtime.process_groups import own_group
+from castor.runtime.rank_group import check_equal
 from castor.runtime.waits import watch_link
 
 _LINKS = ("auto", "host")
@@ -50,14 +51,16 @@ class DeviceBackend:
         link = os.environ.get("CASTOR_DEVICE_LINK", "auto")
         properties = torch.get_device_module(device).get_device_properties(device)
         everyone = gather((link, backend_of(device), str(properties.uuid)))
-        links, backends, devices = map(set, zip(*everyone, strict=True))
-        if len(links) > 1 or link not in _LINKS:
-            raise UsageError(
-                f"CASTOR_DEVICE_LINK is {' on one rank and '.join(map(repr, sorted(links)))}; give "
-                'all ranks "auto" (the default) or "host"'
-            )
-        (name, *others) = backends
-        if link == "host" or others or name is None or len(devices) < len(everyone):
+        links, backends, devices = zip(*everyone, strict=True)
+        what, remedy = (
+            "the environment's CASTOR_DEVICE_LINK",
+            'give all "auto" (the default) or "host"',
+        )
+        check_equal([{what: repr(one)} for one in links], remedy=remedy)
+        if link not in _LINKS:
+            raise UsageError(f"CASTOR_DEVICE_LINK is {link!r} on all ranks; {remedy}")
+        (name, *others) = set(backends)
+        if link == "host" or others or name is None or len(set(devices)) < len(everyone):
             return None
         return cls(name=name, device=device)
 

@@ -37,7 +37,8 @@ from castor.runtime.memory_sharing import Aliases, check_unshared, refuse_sharin
 from castor.runtime.model_shards import ModelShards
 from castor.runtime.packed import check_packed_layers, is_packed, settle_layers
 from castor.runtime.rank_buffers import RankBuffers
-from castor.runtime.ranks import Ranks
+from castor.runtime.rank_group import DataParallelGroup
+from castor.runtime.ranks import memory_mark
 from castor.runtime.report import LogitFigures, MemoryReport
 from castor.runtime.rules import FusedRule
 from castor.runtime.spec import ModelSpec, check_distinct_memory
@@ -69,7 +70,7 @@ class EngineSettings:
     """A trace of this model from an earlier run."""
     nvme_directory: Path | None = None
     """First directory of the NVMe tier; None: there is no such tier."""
-    ranks: Ranks | None = None
+    ranks: DataParallelGroup | None = None
     """The ranks that share the model; None: this process is alone."""
     reads: str = ""
     """Name of the process group in which ranks read each other's shards of weights and gradients,
@@ -206,7 +207,7 @@ class Engine(CollectiveCalls):
             without_values = set(lazy.params)
             for param in spec.params:
                 if param not in without_values:
-                    self.ranks.share(param)
+                    self.ranks.broadcast(param)
         self.session = _C.Session(
             params=spec.params,
             param_names=spec.names,
@@ -220,7 +221,7 @@ class Engine(CollectiveCalls):
             options=settings.session,
             backend=make_backend(settings.device, settings.link_bytes_per_second),
             groups=self.ranks.names if self.ranks else None,
-            memory_mark=self.ranks.memory_mark if self.ranks else None,
+            memory_mark=memory_mark() if self.ranks else None,
             reads=settings.reads,
             zero_stage=settings.zero_stage,
             extra_dp_size=settings.extra_dp_size,
@@ -269,13 +270,13 @@ class Engine(CollectiveCalls):
         if self.ranks:
             name = self.names[self.index_of[param]]
             self.ranks.check_equal({"the lazy parameter that gets its values next": name})
-            self.ranks.share(values)
+            self.ranks.broadcast(values)
         if values.element_size() < param.element_size():  # they may be in memory of _place:
             values = values.clone()  # wider elements would overwrite values not read yet
         self.session.adopt(self.index_of[param], values)
         if self.ranks:
             # The initialiser of the next parameter may read this one.
-            self.ranks.meet("takes the values of a lazy parameter")
+            self.ranks.barrier("takes the values of a lazy parameter")
 
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
         if self.settings.precision != "fp32" or self.device.type != "cpu":
@@ -337,7 +338,7 @@ class Engine(CollectiveCalls):
         """Returns the figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
         figures |= asdict(self.logits) | asdict(self.blocks.figures())
-        if own := self.expert_peers:
+        if own := self.ep_group:
             rank, ranks = figures["rank"] * own.size + own.rank, figures["ranks"] * own.size
             figures |= {"rank": rank, "ranks": ranks}
         return MemoryReport(

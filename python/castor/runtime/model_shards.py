@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from castor import _C
-from castor.runtime.ranks import Peers
+from castor.runtime.rank_group import RankGroup
 from castor.runtime.weight_conversions import FileLayout
 
 
@@ -130,7 +130,7 @@ class ModelShards(Protocol):
     """Shards of layers, or stages: castor.distributed's TensorParallel and PipelineParallel."""
 
     @property
-    def peers(self) -> Sequence[Peers]: ...  # noqa: D102
+    def peers(self) -> Sequence[RankGroup]: ...  # noqa: D102
     @property
     def full_model(self) -> FullModel | None: ...  # noqa: D102
     @property
@@ -144,4 +144,4 @@ class ModelShards(Protocol):
     def full_shape(self, param: torch.Tensor) -> tuple[int, ...] | None: ...  # noqa: D102
     def local_shard(self, param: torch.Tensor, full: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
     def runs(self, param: torch.Tensor) -> Runs | Segments | None: ...  # noqa: D102
-    def meet(self) -> None: ...  # noqa: D102
+    def barrier(self) -> None: ...  # noqa: D102

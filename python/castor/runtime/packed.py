@@ -17,7 +17,7 @@ from castor.runtime.boosted_model import name_before_compile
 
 if TYPE_CHECKING:
     from castor.runtime.hooks import Replaced
-    from castor.runtime.ranks import Ranks
+    from castor.runtime.rank_group import DataParallelGroup
 
 _REPACKS = "support_avx512bf16_for_cpu"
 """Attribute of a bitsandbytes layer: whether its forward, in eval mode and without gradients,
@@ -92,7 +92,7 @@ def check_packed_layers(model: nn.Module, type_of: Callable[[str], torch.dtype])
 
 
 def settle_layers(
-    model: nn.Module, device: torch.device, ranks: Ranks | None, replaced: Replaced
+    model: nn.Module, device: torch.device, ranks: DataParallelGroup | None, replaced: Replaced
 ) -> None:
     """Moves the quantisation states of packed parameters to the device, and stops repacking.
 
@@ -109,7 +109,7 @@ def settle_layers(
                 state.to(device)
             for tensor in _tensors_of(state) if ranks else ():
                 assert ranks
-                ranks.share(tensor)
+                ranks.broadcast(tensor)
             if getattr(module, _REPACKS, False):
                 replaced.put(module, _REPACKS, False)
 

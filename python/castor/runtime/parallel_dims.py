@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from castor.errors import UsageError
 
@@ -17,20 +17,14 @@ Dimension = Literal["dp", "pp", "cp", "layers"]
 model (data- and context-parallel ones), "layers" the ranks that shard a layer or its experts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankCoordinates:
-    """The index of a rank along each dimension of ParallelDims."""
+class RankCoordinates(NamedTuple):
+    """The index of a rank in its group along each dimension; `dp` numbers its shard of the data."""
 
     dp: int
-    """Index of the rank's shard of the data."""
     pp: int
-    """Index in its pipeline-parallel group."""
     cp: int
-    """Index in its context-parallel group."""
     tp: int
-    """Index in its tensor-parallel group."""
     ep: int
-    """Index in its expert-parallel group."""
 
 
 @dataclass(frozen=True, kw_only=True)

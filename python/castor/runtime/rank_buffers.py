@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import nn
 
-from castor.runtime.ranks import Peers
+from castor.runtime.rank_group import RankGroup
 
 
 class RankBuffers:
@@ -17,7 +17,7 @@ class RankBuffers:
     statistics, are shared in the next step, where ranks meet anyway. Other buffers cost nothing.
     """
 
-    def __init__(self, model: nn.Module, ranks: Peers | None) -> None:
+    def __init__(self, model: nn.Module, ranks: RankGroup | None) -> None:
         """Gives all ranks rank 0's buffers. Collective.
 
         Args:
@@ -29,7 +29,7 @@ class RankBuffers:
         """Buffers of each module that has any."""
         if ranks:
             for buffer in model.buffers():
-                ranks.share(buffer)
+                ranks.broadcast(buffer)
             own = names_of_own(model)
             for prefix, module in model.named_modules():
                 named = module.named_buffers(prefix, recurse=False)
@@ -46,7 +46,7 @@ class RankBuffers:
         before, self._versions = self._versions, self._now()
         return [number for number, now in enumerate(self._versions) if now != before[number]]
 
-    def share(self, numbers: Collection[int]) -> None:
+    def broadcast(self, numbers: Collection[int]) -> None:
         """Gives every rank rank 0's buffers of these modules. Collective."""
         buffers = [buffer for number in sorted(numbers) for buffer in self._modules[number]]
         if buffers and self._ranks:

@@ -14,7 +14,7 @@ from castor.errors import CheckpointError, Error
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.dtensors import is_dtensor
 from castor.runtime.model_shards import ShardFinder
-from castor.runtime.ranks import Peers, Result
+from castor.runtime.rank_group import RankGroup, Result
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -25,7 +25,7 @@ _shards: weakref.WeakKeyDictionary[nn.Module, Shards] = weakref.WeakKeyDictionar
 class Shards:
     """The ranks that shard a model's parameters. All ranks make the same calls."""
 
-    def __init__(self, model: nn.Module, ranks: Peers | None) -> None:
+    def __init__(self, model: nn.Module, ranks: RankGroup | None) -> None:
         """Registers the model, so that `full_tensor` finds these ranks.
 
         Args:
@@ -55,16 +55,16 @@ class Shards:
         """
         if self._ranks is None:
             return _together(own)
-        self._ranks.gather(key)
+        self._ranks.all_gather_object(key)
         return self._join(self._ranks, key, own, None)
 
     def _end(self) -> None:
         if self._ranks:
-            self._ranks.gather(None)
+            self._ranks.all_gather_object(None)
 
     def _serve(self, shard_finder: ShardFinder) -> None:
         ranks = self._ranks
-        while ranks and (key := ranks.gather(None)[0]) is not None:
+        while ranks and (key := ranks.all_gather_object(None)[0]) is not None:
             own, failed = None, None
             try:
                 _, own = shard_finder.find(key)
@@ -74,9 +74,9 @@ class Shards:
                 self._join(ranks, key, own, failed)
 
     def _join(
-        self, ranks: Peers, key: str, own: torch.Tensor | None, failed: str | None
+        self, ranks: RankGroup, key: str, own: torch.Tensor | None, failed: str | None
     ) -> torch.Tensor:
-        failures = [one for one in ranks.gather(failed) if one]
+        failures = [one for one in ranks.all_gather_object(failed) if one]
         if failures or not is_dtensor(own):
             raise Error(f"'{key}' cannot be put together: {failures[0]}")
         return _together(own)

@@ -15,7 +15,7 @@ from castor.runtime.boosted_model import check_not_boosted, remember
 from castor.runtime.dtensors import is_dtensor
 from castor.runtime.guard import guard
 from castor.runtime.model_shards import ShardFinder
-from castor.runtime.ranks import Peers, Result
+from castor.runtime.rank_group import RankGroup, Result
 from castor.runtime.report import TorchReport
 
 
@@ -31,7 +31,7 @@ class TorchModel:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         *,
-        ranks: Peers | None,
+        ranks: RankGroup | None,
         trained_by: str,
     ) -> None:
         """Registers a model that its parallelism has set up.
@@ -102,7 +102,7 @@ class TorchModel:
 
     def gather(self, value: Any) -> list[Any]:
         """See BoostedModel."""
-        return [value] if self.ranks is None else self.ranks.gather(value)
+        return [value] if self.ranks is None else self.ranks.all_gather_object(value)
 
     def gather_to_load(self, value: Any) -> list[Any]:
         """See BoostedModel."""
