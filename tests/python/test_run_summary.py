@@ -171,7 +171,7 @@ def test_a_port_of_another_program_is_named(taken: int, monkeypatch: pytest.Monk
     place = f"localhost:{taken}"
     with (
         pytest.raises(UsageError, match=f"port {taken} of this machine is in use by another"),
-        rendezvous.meeting(place, 2, 1.0),
+        rendezvous.all_machines(place, 2, 1.0),
     ):
         pass
 
@@ -179,7 +179,7 @@ def test_a_port_of_another_program_is_named(taken: int, monkeypatch: pytest.Monk
 def test_machines_that_do_not_come_are_counted() -> None:
     place = f"localhost:{free_port()}"
     said = rf"1 of 2 machines came to {place} within 0.2 s \({socket.gethostname()}\); start"
-    with pytest.raises(UsageError, match=said), rendezvous.meeting(place, 2, 0.2):
+    with pytest.raises(UsageError, match=said), rendezvous.all_machines(place, 2, 0.2):
         pass
 
 
@@ -188,7 +188,7 @@ def test_machines_that_come_meet() -> None:
     place, met = f"localhost:{free_port()}", []
 
     def come() -> None:
-        with rendezvous.meeting(place, 3, 20.0):
+        with rendezvous.all_machines(place, 3, 20.0):
             met.append(place)
 
     machines = [threading.Thread(target=come) for _ in range(3)]
@@ -213,7 +213,10 @@ def test_a_machine_that_leaves_before_the_others_have_come_is_named() -> None:
     keeper = threading.Thread(target=leave)
     keeper.start()
     said = f"the machine at localhost:{port} left before 2 machines had met there"
-    with pytest.raises(UsageError, match=said), rendezvous.meeting(f"localhost:{port}", 2, 20.0):
+    with (
+        pytest.raises(UsageError, match=said),
+        rendezvous.all_machines(f"localhost:{port}", 2, 20.0),
+    ):
         pass
     keeper.join()
 
@@ -223,6 +226,6 @@ def test_a_host_where_nobody_listens_is_named(monkeypatch: pytest.MonkeyPatch) -
     place = f"localhost:{free_port()}"
     with (
         pytest.raises(UsageError, match=f"nothing answers at {place} within 0.2 s; start the same"),
-        rendezvous.meeting(place, 2, 0.2),
+        rendezvous.all_machines(place, 2, 0.2),
     ):
         pass

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from castor.launch.rendezvous import meeting
+from castor.launch.rendezvous import all_machines
 from castor.runtime import rank_cores
 
 _TAIL = 20
@@ -28,8 +28,8 @@ _TAIL = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The ranks that a script is started on."""
+class LaunchOptions:
+    """Options of the launcher that starts a script on ranks."""
 
     nproc: int
     """Number of ranks on this machine."""
@@ -47,30 +47,30 @@ class Ranks:
     """Whether each rank keeps to cores of a NUMA node, where there are several."""
 
 
-def start_ranks(ranks: Ranks, command: Sequence[str]) -> int:
+def start_ranks(options: LaunchOptions, command: Sequence[str]) -> int:
     """Runs a command of Python on every rank of this machine, and waits for all of them.
 
     Args:
-        ranks: Numbers of ranks and machines, and their meeting place.
+        options: Numbers of ranks and machines, and where these rendezvous.
         command: The script, or -m and a module, and its arguments.
 
     Returns:
         The exit status, as castor.launch.run returns it.
 
     Raises:
-        UsageError: The machines do not meet; see meeting.
+        UsageError: The machines do not meet; see all_machines.
     """
-    nproc, nodes = ranks.nproc, ranks.nodes
-    logs = ranks.log_dir or Path(tempfile.mkdtemp(prefix="castor-run-"))
+    nproc, nodes = options.nproc, options.nodes
+    logs = options.log_dir or Path(tempfile.mkdtemp(prefix="castor-run-"))
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
         nproc_per_node=nproc,
         # Machines that meet at one place belong to one run.
-        run_id=ranks.rendezvous or str(uuid.uuid4()),
+        run_id=options.rendezvous or str(uuid.uuid4()),
         rdzv_backend="c10d",
-        rdzv_endpoint=ranks.rendezvous or "localhost:0",
-        max_restarts=ranks.max_restarts,
+        rdzv_endpoint=options.rendezvous or "localhost:0",
+        max_restarts=options.max_restarts,
         logs_specs=DefaultLogsSpecs(
             log_dir=str(logs), redirects=dict.fromkeys(range(1, nproc), Std.ALL)
         ),
@@ -81,14 +81,14 @@ def start_ranks(ranks: Ranks, command: Sequence[str]) -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     begin = []
-    if ranks.bind and (places := rank_cores.places_of_ranks(nproc)):
+    if options.bind and (places := rank_cores.places_of_ranks(nproc)):
         os.environ[rank_cores.CORES] = rank_cores.as_environment(places)
         begin = ["-I", rank_cores.__file__]
     status = 0
     came = (
         nullcontext()
-        if ranks.rendezvous is None
-        else meeting(ranks.rendezvous, nodes, ranks.join_timeout)
+        if options.rendezvous is None
+        else all_machines(options.rendezvous, nodes, options.join_timeout)
     )
     failed = False
     try:
@@ -102,7 +102,7 @@ def start_ranks(ranks: Ranks, command: Sequence[str]) -> int:
         Console(stderr=True).print(f"[red]castor run:[/red] {name}: all ranks have been ended")
         status = 128 + int(error.sigval)
     finally:
-        if ranks.log_dir is None and not failed:
+        if options.log_dir is None and not failed:
             shutil.rmtree(logs, ignore_errors=True)
     return status
 

@@ -43,7 +43,7 @@ def parse_rendezvous(text: str) -> tuple[str, int]:
 
 
 @contextmanager
-def meeting(text: str, nodes: int, patience: float) -> Iterator[None]:
+def all_machines(text: str, nodes: int, patience: float) -> Iterator[None]:
     """Waits until `nodes` machines have come to HOST:PORT; keeps the store within the context.
 
     Args:

@@ -101,9 +101,9 @@ def run(
         if alone:
             status = start_process(command)
         else:
-            from castor.launch.ranks import Ranks, start_ranks  # imports torch
+            from castor.launch.ranks import LaunchOptions, start_ranks  # imports torch
 
-            ranks = Ranks(
+            options = LaunchOptions(
                 nproc=nproc or 1,
                 nodes=nodes,
                 rendezvous=rendezvous,
@@ -112,7 +112,7 @@ def run(
                 log_dir=log_dir,
                 bind=bind,
             )
-            status = start_ranks(ranks, command)
+            status = start_ranks(options, command)
         record.end(status=status, boosts=boosts, plan=plan, told=told)
     return status
 
