@@ -126,6 +126,7 @@ def test_arguments_that_contradict_each_other_are_a_value_error() -> None:
 
 
 NOT_YET = [
+    ("shard_param_frac", 0.0),
     ("tp_size", 2), ("nvme_dir", "/tmp"),
     ("chunk_config_dict", {}), ("memstats", object()), ("force_outputs_fp32", True),
     ("use_fp8", True), ("master_weights", False),
@@ -148,7 +149,7 @@ def test_values_that_ask_for_nothing_are_accepted() -> None:
     GeminiPlugin(
         device="cpu", tp_size=1, extra_dp_size=1, pin_memory=False, nvme_dir=None, overlap="none",
         master_weights=True, gpu_margin_mem_ratio=0.0, enable_gradient_accumulation=False,
-        norm_type=2.0, shard_param_frac=0.0,
+        norm_type=2.0, shard_param_frac=1.0,
     )  # fmt: skip
 
 

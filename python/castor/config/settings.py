@@ -55,6 +55,15 @@ def _check_norm_type(value: float, name: str) -> None:
         raise NotImplementedError(f"{name}={value} is not supported; only 2.0 is")
 
 
+def _check_sharded(value: float, name: str) -> None:
+    check_fraction(value, name)
+    if value != 1.0:
+        raise NotImplementedError(
+            f"{name}={value} is not supported; zero_stage says which of parameters, gradients and "
+            "optimizer states ranks shard"
+        )
+
+
 def _check_path(value: object, name: str) -> None:
     if not isinstance(value, str | Path):
         raise TypeError(f"{name} is {value!r}; give a path")
@@ -232,9 +241,8 @@ class GeminiArguments(GeminiSettings):
     """With "static": share of the optimizer state, with gradients, on the host."""
     offload_param_frac: Fraction | None = None
     """With "static": share of parameters that stream; needs offload_optim_frac=1.0."""
-    shard_param_frac: Fraction = 1.0
-    """Share of parameters sharded over ranks, in [0, 1]. This version checks the value and does not
-    use it; see zero_stage."""
+    shard_param_frac: Annotated[float, _check_sharded] = 1.0
+    """Only 1.0; zero_stage says what ranks shard."""
     activations: Annotated[Activations, check_activations] | None = None
     """Treatment of the tensors that the model's blocks save for backward: "keep", "recompute",
     "offload", "auto" or a mapping. "keep": they stay, except where the model's own gradient
