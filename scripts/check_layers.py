@@ -77,7 +77,7 @@ STD_HEADERS = frozenset({
 # Each set may import from the sets before it, never from its own level or a later one.
 # A package may import within itself.
 PY_ORDER: tuple[frozenset[str], ...] = (
-    frozenset({"_C", "_cuda"}),
+    frozenset({"_C", "_cuda", "collections_paused"}),
     frozenset({"_loader"}),
     frozenset({"errors"}),
     frozenset({"config", "lazy"}),

@@ -17,7 +17,10 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
-import torch
+from castor.collections_paused import collections_paused
+
+with collections_paused():
+    import torch
 
 _REINSTALL = "reinstall castor-torch"
 _EXTENSIONS = Path(__file__).parent / "_extensions"

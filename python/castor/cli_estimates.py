@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
+from castor.collections_paused import collections_paused
 from castor.estimate_cache import Answer, AnswerCache
 from castor.model_files import find_config
 
@@ -173,12 +174,13 @@ def _estimate(
     as_json: bool,
 ) -> bool:
     """Prints an estimate; whether it fits."""
-    from castor.config import Precision
-    from castor.errors import UsageError
-    from castor.estimate.estimator import Estimator
-    from castor.estimate.machine import machine
-    from castor.estimate.render import render
-    from castor.estimate.workload import Activations, Overlap, Workload
+    with collections_paused():
+        from castor.config import Precision
+        from castor.errors import UsageError
+        from castor.estimate.estimator import Estimator
+        from castor.estimate.machine import machine
+        from castor.estimate.render import render
+        from castor.estimate.workload import Activations, Overlap, Workload
 
     if activations is None:  # several ranks are predicted with "keep" and "recompute" alone
         activations = "auto" if device_memory is not None and nproc * nodes == 1 else "keep"

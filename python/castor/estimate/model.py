@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from castor.collections_paused import collections_paused
 from castor.runtime.input_cast import convert_buffers
 from castor.runtime.tensor_types import tensor_types
 
@@ -146,8 +147,8 @@ def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
         ModuleNotFoundError: transformers is not installed.
     """
     document = read_config(path)
-    transformers = _transformers()
-    with quiet():
+    with collections_paused(), quiet():  # the model's modules are imported when it is asked for
+        transformers = _transformers()
         try:
             config = transformers.AutoConfig.for_model(**document)
             config.use_cache = False
