@@ -37,7 +37,10 @@ def estimate(
     config: _Config,
     preset: Annotated[
         str | None,
-        typer.Option(help="rtx3090, rtx4090, rtx5090, a100, h100 or h200, with a host."),
+        typer.Option(
+            help="rtx3090, rtx4090, rtx5090, a100, h100 or h200, with a host; cpu for castor's CPU "
+            "device, of whose host the figures are given."
+        ),
     ] = None,
     device_memory: Annotated[str | None, typer.Option(help="Such as 24GiB.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Such as 256GiB.")] = None,

@@ -231,7 +231,7 @@ class Estimator:
 
         num_blocks = self._blocks.num_blocks if self._blocks else 0
 
-        link = Link(min(machine.h2d, machine.d2h), overlapped=True)
+        link = Link(min(machine.h2d, machine.d2h), overlapped=not machine.on_host)
 
         def simulated(decisions: Decisions) -> dict[str, Any]:
             spans = spans_of(step.runs, decisions, link, seconds)

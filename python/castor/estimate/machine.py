@@ -44,11 +44,13 @@ class Machine:
     """Bytes per second of NVMe, reads and writes together; None: the machine has no NVMe."""
     nvme_bytes: int | None = None
     """Bytes of NVMe that training may take; None: as many as it needs."""
+    on_host: bool = False
+    """Whether the device is castor's CPU device: the host's processors compute, copy and update."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            figure = field.name != "name" and value is not None
+            figure = field.name not in ("name", "on_host") and value is not None
             if figure and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{field.name} is {value}; it must be above 0")
 
@@ -58,6 +60,10 @@ def _data() -> dict[str, Any]:
     text = resources.files("castor.estimate").joinpath("presets.json").read_text(encoding="utf-8")
     document: dict[str, Any] = json.loads(text)
     return document
+
+
+CPU_DEVICE = "cpu"
+"""Name, beside those of the presets, of castor's CPU device; it has no figures of its own."""
 
 
 def preset_names() -> list[str]:
@@ -140,7 +146,8 @@ def machine(
     "25GB/s".
 
     Args:
-        base: Name of a preset, or None.
+        base: Name of a preset, or None. "cpu" is castor's CPU device: the host computes, and
+            copies between tiers are copies in its memory, at `dram` unless `h2d` is given.
         precision: Precision whose rate of computing is taken from the preset.
         device_memory: Size of device memory.
         host_memory: Size of host memory.
@@ -181,7 +188,9 @@ def machine(
         given["operator_seconds"] = _microseconds(operator_us, "operator_us")
     if flops is not None:
         given["flops"] = parse_flops(flops, "flops")
-    if base is not None:
+    if base == CPU_DEVICE and "dram" in given:
+        given.setdefault("h2d", given["dram"])
+    if base is not None and base != CPU_DEVICE:
         return dataclasses.replace(preset(base, precision), **given)
     needed = {"device_bytes": "device memory", "host_bytes": "host memory", "h2d": "h2d"}
     needed |= {"dram": "dram", "flops": "flops"}
@@ -193,7 +202,9 @@ def machine(
         )
     given.setdefault("d2h", given["h2d"])
     given.setdefault("device_bandwidth", None)
-    return Machine(name="the machine described", **given)
+    on_host = base == CPU_DEVICE
+    name = "the CPU device of the host described" if on_host else "the machine described"
+    return Machine(name=name, on_host=on_host, **given)
 
 
 def _microseconds(value: object, name: str) -> float:

@@ -78,7 +78,6 @@ def options(
     max_prefetch: int = 1,
     margin_ratio: float = 1.0,
     num_ranks: int = 1,
-    on_host: bool = False,
 ) -> dict[str, Any]:
     """Returns the options of Simulator.run for a step.
 
@@ -88,8 +87,8 @@ def options(
         max_prefetch: GeminiPlugin's max_prefetch.
         margin_ratio: GeminiPlugin's gpu_margin_mem_ratio.
         num_ranks: Number of replicas, which shard the optimizer state.
-        on_host: Whether the model computes on the host, whose processors then also copy and update.
     """
+    on_host = machine.on_host
     copies = "synchronous" if on_host else "overlapped"
     return places(machine) | {
         "margin_ratio": margin_ratio,

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 from castor.config import Precision, parse_bandwidth, parse_paths
 from castor.config.settings_file import read_settings_file
 from castor.errors import UsageError
-from castor.estimate.machine import Machine, machine
+from castor.estimate.machine import CPU_DEVICE, Machine, machine
 
 _COUNTS = ("nodes", "ranks_per_node")
 _BETWEEN = ("link", "link_latency_us", "network", "network_latency_us", "transport")
@@ -106,8 +106,6 @@ class Cluster:
     """Link between ranks of a node."""
     network: Link
     """Link of a rank to other nodes."""
-    on_host: bool
-    """Whether ranks compute on the host's processors, which updates and collectives need too."""
     at_once: int
     """Number of a node's ranks that can compute at a time; fewer than all if they share
     processors."""
@@ -117,6 +115,11 @@ class Cluster:
     """Path of activations."""
     replica_link: Link | None = None
     """Link of data-parallel replicas on one node; None: `link`."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether ranks compute on the host's processors, which updates and collectives need."""
+        return self.machine.on_host
 
     def remark(self) -> str:
         """Returns a remark on predictions; empty for one rank and for ranks on the host."""
@@ -188,7 +191,7 @@ class Cluster:
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise UsageError(f"{name} is {count!r}; give a whole number of 1 or more")
         device = settings.get("device")
-        on_host = device == "cpu"
+        on_host = device == CPU_DEVICE
         transport = _transport_of(settings, on_host=on_host)
         through_host = transport == "host" and not on_host
         needed = {
@@ -211,9 +214,7 @@ class Cluster:
                 "('mixed' of castor io-bench), such as '3GB/s'"
             )
         figures = {name: settings[name] for name in _OF_A_NODE if name in settings}
-        if on_host:  # copies between tiers of one memory
-            figures.setdefault("h2d", figures.get("dram"))
-        of_node = machine(None if on_host else device, precision=precision, **figures)
+        of_node = machine(device, precision=precision, **figures)
         each = counts["ranks_per_node"]
         of_rank = dataclasses.replace(
             of_node,
@@ -238,7 +239,6 @@ class Cluster:
             network=network,
             transport=transport,
             replica_link=replica_link,
-            on_host=on_host,
             at_once=min(each, at_once),
             nvme_paths=tuple(map(str, parse_paths(settings.get("nvme_path"), "nvme_path"))),
         )

@@ -86,7 +86,7 @@ def sends_all(block: SimulatedRank, stage: int, cluster: Cluster) -> bool:
     one = block.passes[stage]
     trace = [*one.forward, *one.backward]
     events = [(event.kind, event.position, event.nonmodel_bytes, 0) for event in trace]
-    options = simulator.options(cluster.machine, overlap="none", on_host=cluster.on_host)
+    options = simulator.options(cluster.machine, overlap="none")
     options |= {"device_bytes": 1, "host_bytes": NO_NVME}
     sent: int = block.simulator.run(events, [0.0] * len(events), options)["d2h_bytes"]
     return sent >= block.param_bytes

@@ -136,15 +136,13 @@ class End(_Needs):
             overlap: GeminiPlugin's overlap.
         """
         self._layout, self._cluster, self._rank, self._overlap = layout, cluster, rank, overlap
-        figures, self._alone = self._simulate(recorded, overlap, host_bytes=NO_NVME)
+        figures = self._time(recorded, host_bytes=NO_NVME)
         self.device_bytes = figures["smallest_budget_bytes"]
         whole = int(figures["host_bytes"])
         homes = 2 * recorded.param_bytes  # parameters and gradients
         sharing = ranks_sharing_host_storage(layout, cluster)
         self.host_bytes = homes // sharing + max(0, whole - homes) // layout.dims.same_shard
         self.nvme_bytes = self.nvme_weight_bytes = 0
-        self.slowdown: float = self._slowdown_of(figures)
-        self.update: float = figures["step_seconds"] - figures["passes_seconds"]
         self.in_memory = self.slowdown, self.update
         """Slowdown and seconds of the update if nothing waited for NVMe."""
         settled = cluster.between(layout.dims.layer_shards).collective(
@@ -180,24 +178,32 @@ class End(_Needs):
         Args:
             recorded: The rank, with chunks laid out for its replicas.
         """
-        host_bytes = self._cluster.machine.host_bytes
-        # Updates beside the first forwards delay them once, whatever the number of micro-batches.
-        apart, _ = self._simulate(recorded, "none", host_bytes=host_bytes)
-        if apart["nvme_weight_bytes"] and self._layout.dims.same_shard > 1:
+        in_memory = self.slowdown, self.update
+        figures = self._time(recorded, host_bytes=self._cluster.machine.host_bytes)
+        if figures["nvme_weight_bytes"] and self._layout.dims.same_shard > 1:
+            self.slowdown, self.update = in_memory
             return
+        self.device_bytes = figures["smallest_budget_bytes"]
+        self.host_bytes, self.nvme_bytes = figures["host_bytes"], figures["nvme_bytes"]
+        self.nvme_weight_bytes = figures["nvme_weight_bytes"]
+
+    def _time(self, recorded: SimulatedRank, *, host_bytes: int) -> dict[str, Any]:
+        """Sets `slowdown` and `update`, and returns the simulator's figures.
+
+        Updates beside the first forwards delay them once, whatever the number of micro-batches. So
+        passes have the time that they take with updates after them, and what updates beside them
+        add is counted as seconds of the update. With one micro-batch both together are the
+        simulator's seconds of the step, as in `castor estimate`.
+        """
+        apart, alone = self._simulate(recorded, "none", host_bytes=host_bytes)
         beside = apart
         if self._overlap != "none" and not self._cluster.on_host:
             beside, _ = self._simulate(recorded, self._overlap, host_bytes=host_bytes)
-        self.device_bytes = apart["smallest_budget_bytes"]
-        self.host_bytes, self.nvme_bytes = apart["host_bytes"], apart["nvme_bytes"]
-        self.nvme_weight_bytes = apart["nvme_weight_bytes"]
+        self._alone = alone
+        self.slowdown = max(1.0, apart["passes_seconds"] / alone) if alone else 1.0
         held_up = max(0.0, beside["passes_seconds"] - apart["passes_seconds"])
-        update = held_up + beside["step_seconds"] - beside["passes_seconds"]
-        self.slowdown = max(self.slowdown, self._slowdown_of(apart))
-        self.update = max(self.update, update)
-
-    def _slowdown_of(self, figures: dict[str, Any]) -> float:
-        return max(1.0, figures["passes_seconds"] / self._alone) if self._alone else 1.0
+        self.update = held_up + beside["step_seconds"] - beside["passes_seconds"]
+        return apart
 
     def _simulate(
         self, recorded: SimulatedRank, overlap: Overlap, *, host_bytes: int
@@ -230,10 +236,7 @@ class End(_Needs):
             if left:
                 under_way[stage, microbatch] = left
         options = simulator.options(
-            cluster.machine,
-            overlap=overlap,
-            num_ranks=layout.dims.same_shard,
-            on_host=cluster.on_host,
+            cluster.machine, overlap=overlap, num_ranks=layout.dims.same_shard
         )
         options["host_bytes"] = host_bytes
         return recorded.simulator.run(events, computing, options), sum(computing)
