@@ -161,6 +161,17 @@ def test_adapters_alone_have_gradients_and_states(llama: Path) -> None:
     assert found[2].flops > found[1].flops * 0.9
 
 
+def test_experts_have_adapters_where_peft_gives_them_some(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    path.write_text(json.dumps(LLAMA | experts | mixtral))
+    found = estimated(path, lora_rank=4).estimate(machine("rtx4090"))
+    assert found.fits
+    in_experts = 2 * 4 * 4 * (32 + 2 * 64 + 64 + 32)  # layers, experts, rank, two products
+    assert found.trained_parameters >= in_experts
+
+
 def test_adapters_are_options(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

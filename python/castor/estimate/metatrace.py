@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -241,6 +241,26 @@ def _fused_attention(*, device: str = "cuda") -> Iterator[None]:
 
 
 @contextmanager
+def _autocast_off_on_meta() -> Iterator[None]:
+    """Lets a model turn autocast off for the meta device, which has none.
+
+    peft does so for the adapters of experts.
+    """
+    torch_module: Any = torch
+    before = torch_module.autocast
+
+    def autocast(device_type: str, *args: Any, **settings: Any) -> Any:
+        off = device_type == "meta" and settings.get("enabled") is False
+        return nullcontext() if off else before(device_type, *args, **settings)
+
+    torch_module.autocast = autocast
+    try:
+        yield
+    finally:
+        torch_module.autocast = before
+
+
+@contextmanager
 def _following(spec: ModelSpec, events: _C.StepEvents) -> Iterator[None]:
     handles = follow(spec, events)
     try:
@@ -274,7 +294,12 @@ def recording(
     for tensor in held:
         recorder.charge(tensor)
     try:
-        with _following(spec, events), _fused_attention(device=device), recorder:
+        with (
+            _following(spec, events),
+            _fused_attention(device=device),
+            _autocast_off_on_meta(),
+            recorder,
+        ):
             yield recorder
     finally:
         recorder.events = None
