@@ -136,6 +136,8 @@ class End(_Needs):
             overlap: GeminiPlugin's overlap.
         """
         self._layout, self._cluster, self._rank, self._overlap = layout, cluster, rank, overlap
+        self.slowdown, self.update = 1.0, 0.0
+        self._alone = 0.0
         figures = self._time(recorded, host_bytes=NO_NVME)
         self.device_bytes = figures["smallest_budget_bytes"]
         whole = int(figures["host_bytes"])
