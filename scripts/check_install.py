@@ -11,6 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+MODELS = tuple(
+    f"estimate/models/{name}.json"
+    for name in (
+        *("gpt-oss-20b", "llama-3.1-70b", "llama-3.1-8b", "mixtral-8x7b", "qwen3-14b"),
+        "qwen3-32b",
+    )
+)
 PAGE = tuple(
     f"report/page/{name}"
     for name in (
@@ -35,7 +42,7 @@ def problems() -> list[str]:
         found.append(f"{library.parent} lacks _build_info.json")
     found += [
         f"the wheel lacks castor/{name}"
-        for name in ("py.typed", "_C.pyi", "estimate/presets.json", *PAGE)
+        for name in ("py.typed", "_C.pyi", "estimate/presets.json", *MODELS, *PAGE)
         if not (package / name).is_file()
     ]
     version = importlib.metadata.version("castor-torch")

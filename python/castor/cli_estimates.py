@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -34,12 +36,19 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def estimate(
-    config: _Config,
+    configs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A config.json of a Hugging Face model, its folder, or its name in the hub's "
+            "cache; with --table several, or none: then those that castor brings.",
+        ),
+    ] = None,
     preset: Annotated[
         str | None,
         typer.Option(
-            help="rtx3090, rtx4090, rtx5090, a100, h100 or h200, with a host; cpu for castor's CPU "
-            "device, of whose host the figures are given."
+            help="rtx3090, rtx4090, rtx5090, rtx6000ada, a100, h100 or h200, with a host; cpu for "
+            "castor's CPU device, of whose host the figures are given."
         ),
     ] = None,
     device_memory: Annotated[str | None, typer.Option(help="Such as 24GiB.")] = None,
@@ -118,6 +127,17 @@ def estimate(
             "--qlora", help="Linear layers in 4 bits, with --lora 16 where none is given."
         ),
     ] = False,
+    table: Annotated[
+        bool,
+        typer.Option(
+            "--table",
+            help="What fits: full, LoRA and QLoRA on devices of 24 to 80 GB and hosts of 64 to 256 "
+            "GiB.",
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="With --table: a page of it in Markdown, such as table.md.")
+    ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Compute it, though the same question was asked before.")
     ] = False,
@@ -127,15 +147,25 @@ def estimate(
 
     The exit status is 1 where it does not fit.
     """
-    options = {k: v for k, v in locals().items() if k not in ("config", "fresh")}
-    path = find_config(config)
+    options = {k: v for k, v in locals().items() if k not in _NO_OPTIONS_OF_A_STEP}
+    given = configs or []
+    if table:
+        _check_options_of_a_table(options)
+    elif len(given) != 1:
+        raise typer.BadParameter(f"{len(given)} configs are given; give one, or --table")
+    elif output is not None:
+        raise typer.BadParameter("--output is for the page of --table")
+    paths = [find_config(config) for config in given]
     console = Console(highlight=False, soft_wrap=True)
     shown = {"colours": console.color_system, "width": console.width}
-    cache = AnswerCache(path, options | shown)
-    answer = None if fresh else cache.find()
+    cache = AnswerCache(paths, options | shown | {"table": table})
+    answer = None if fresh or output else cache.find()
     if answer is None:
         with console.capture() as captured:
-            fits = _estimate(path, console, **options)
+            if table:
+                fits = _table(paths, console, output, options)
+            else:
+                fits = _estimate(paths[0], console, **options)
         answer = Answer(text=captured.get(), status=0 if fits else 1)
         cache.keep(answer)
     sys.stdout.write(answer.text)
@@ -240,10 +270,64 @@ def _estimate(
 
 
 _QLORA_RANK = 16
-"""Rank of the adapters where --qlora is given alone."""
+"""Rank of the adapters where --qlora is given alone, and of a table's."""
+
+_NO_OPTIONS_OF_A_STEP = ("configs", "fresh", "table", "output")
+
+_FIXED_IN_A_TABLE = {
+    **dict.fromkeys(("preset", "device_memory", "host_memory", "h2d", "d2h", "dram", "flops")),
+    **dict.fromkeys(("device_bandwidth", "operator_us", "activations")),
+    **dict.fromkeys(("transport", "link", "network")),
+    "nproc": 1, "nodes": 1, "qlora": False,
+}  # fmt: skip
+"""Options that a table has values of its own for, and their defaults."""
 
 
-def _print_json(console: Console, figures: dict[str, Any]) -> None:
+def _check_options_of_a_table(options: Mapping[str, Any]) -> None:
+    for name, default in _FIXED_IN_A_TABLE.items():
+        if options[name] != default:
+            raise typer.BadParameter(
+                f"--table has devices, hosts and ways to train of its own; leave "
+                f"--{name.replace('_', '-')} out"
+            )
+
+
+def _table(
+    configs: list[Path], console: Console, output: Path | None, options: Mapping[str, Any]
+) -> bool:
+    """Prints what fits where, and writes the page of it; whether any of it fits."""
+    with collections_paused():
+        from castor.estimate import table
+        from castor.estimate.workload import Workload
+
+    precision = options["precision"]
+    workload = Workload(
+        batch=options["batch"],
+        sequence=options["seq"],
+        precision=precision,
+        state_format=_state_format(options["state_format"], precision),
+        optimizer=options["optimizer"],
+        activations="auto",
+        overlap=options["overlap"],
+        max_prefetch=options["max_prefetch"],
+        gather_embeddings=options["gather_embeddings"],
+    )
+    rank, nvme = options["lora"] or _QLORA_RANK, options["nvme"]
+    found = table.all_cells(
+        configs or table.known_models(), workload,
+        adapter_rank=rank, nvme=nvme, nvme_memory=options["nvme_memory"],
+    )  # fmt: skip
+    if output is not None:
+        command = shlex.join(["castor", *sys.argv[1:]])
+        output.write_text(table.page(found, workload, rank, nvme, command), encoding="utf-8")
+    if options["as_json"]:
+        _print_json(console, table.as_json(found))
+    else:
+        table.render(found, workload, rank, nvme, console)
+    return any(cell.lacks is None for cell in found)
+
+
+def _print_json(console: Console, figures: dict[str, Any] | list[dict[str, Any]]) -> None:
     console.print(json.dumps(figures, indent=2), markup=False)
 
 

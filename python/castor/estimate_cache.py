@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,18 @@ class Answer:
 class AnswerCache:
     """The answer to one question, in a directory of the user's.
 
-    The question is the config's text, all options, the versions of what answers, and castor's own
+    The question is the configs' text, all options, the versions of what answers, and castor's own
     files: where one of them changes there is no answer yet.
     """
 
-    def __init__(self, config: Path, options: Mapping[str, Any]) -> None:
+    def __init__(self, configs: Sequence[Path], options: Mapping[str, Any]) -> None:
         """Describes the question.
 
         Raises:
-            OSError: The config cannot be read.
+            OSError: A config cannot be read.
         """
         question = {
-            "config": config.read_text(encoding="utf-8"),
+            "configs": [config.read_text(encoding="utf-8") for config in configs],
             "options": dict(options),
             "python": sys.version,
             "packages": [_version(name) for name in _PACKAGES],

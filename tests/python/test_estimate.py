@@ -526,7 +526,15 @@ def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(
 
 
 def test_presets_are_there_with_their_sources() -> None:
-    assert set(preset_names()) == {"rtx3090", "rtx4090", "rtx5090", "a100", "h100", "h200"}
+    assert set(preset_names()) == {
+        "rtx3090",
+        "rtx4090",
+        "rtx5090",
+        "rtx6000ada",
+        "a100",
+        "h100",
+        "h200",
+    }
     data = _data()
     for group in ("links", "hosts", "presets"):
         assert all(entry["source"] for entry in data[group].values())

@@ -105,7 +105,7 @@ def test_an_answer_is_kept(
 
 
 def test_a_damaged_answer_is_computed_anew(llama: Path, tmp_path: Path) -> None:
-    cache = AnswerCache(llama, {"batch": 1})
+    cache = AnswerCache([llama], {"batch": 1})
     assert cache.find() is None
     cache.keep(Answer(text="fits", status=0))
     assert cache.find() == Answer(text="fits", status=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,8 @@ class Estimator:
             params = self._model.parameters()
             self.num_parameters += sum(param.numel() for param in params if param.requires_grad)
         self._spec = ModelSpec.structure(self._model, gather_embeddings=workload.gather_embeddings)
+        self.num_trained = sum(p.numel() for p in self._spec.params if p.requires_grad)
+        """Number of parameters with gradients and optimizer states."""
         keep = workload.activations == "keep"
         if workload.activations == "auto":  # keeps what is no block, as in training
             keep = not any(map(has_switch, find_blocks(self._model).values()))
@@ -163,10 +165,10 @@ class Estimator:
         fits = (
             device_needed <= machine.device_bytes
             and host_needed <= machine.host_bytes
-            and self._has_host_storage(machine)
+            and self.has_host_storage(machine)
         )
         seconds = figures["step_seconds"]
-        max_batch, max_sequence = self._max_batch(machine), self._max_sequence(machine)
+        max_batch, max_sequence = self._max_batch(machine), self.max_sequence(machine)
         return Estimate(
             fits=fits,
             device_bytes=figures["peak_device_bytes"] if fits else device_needed,
@@ -180,7 +182,7 @@ class Estimator:
             max_sequence=max_sequence,
             busy_s=figures["busy_seconds"],
             parameters=self.num_parameters,
-            trained_parameters=sum(p.numel() for p in self._spec.params if p.requires_grad),
+            trained_parameters=self.num_trained,
             flops=step.flops,
             nonmodel_bytes=figures["nonmodel_bytes"],
             blocks=self._blocks.num_blocks if self._blocks else 0,
@@ -263,30 +265,54 @@ class Estimator:
             "rows_per_tile": tile,
         }
 
-    def _has_host_storage(self, machine: Machine) -> bool:
+    def has_host_storage(self, machine: Machine) -> bool:
         """Whether host and NVMe have room for the bytes that do not depend on the batch."""
         room = math.inf if machine.nvme_bytes is None else machine.nvme_bytes
         homes = self._simulator.places(places(machine))
         return homes["host_bytes"] <= machine.host_bytes and homes["nvme_bytes"] <= room
 
     def _max_batch(self, machine: Machine) -> int:
+        recorded = [batch for batch, tokens in self._steps if tokens == self.workload.sequence]
         return self._largest(
-            machine, self.step, start=self.workload.batch, least=1, most=_MAX_BATCH
+            machine, self.step, recorded, start=self.workload.batch, least=1, most=_MAX_BATCH
         )
 
-    def _max_sequence(self, machine: Machine) -> int | None:
+    def max_sequence(self, machine: Machine) -> int | None:
+        """Returns the tokens of the longest samples with which the workload's batch fits.
+
+        0 if none fits, None if samples are images.
+        """
         most = longest_sequence(self._model)
         if most is None:
             return None
         step = functools.partial(self.step, self.workload.batch)
-        start = self.workload.sequence
-        return self._largest(machine, step, start=start, least=SHORTEST_SEQUENCE, most=most)
+        start = min(self.workload.sequence, most)
+        recorded = [tokens for batch, tokens in self._steps if batch == self.workload.batch]
+        return self._largest(
+            machine, step, recorded, start=start, least=SHORTEST_SEQUENCE, most=most
+        )
 
     def _largest(
-        self, machine: Machine, step: Callable[[int], Step], *, start: int, least: int, most: int
+        self,
+        machine: Machine,
+        step: Callable[[int], Step],
+        recorded: Sequence[int],
+        *,
+        start: int,
+        least: int,
+        most: int,
     ) -> int:
-        """Returns the largest number whose step fits, 0 if none does; see `largest`."""
-        if not self._has_host_storage(machine):
+        """Returns the largest number whose step fits, 0 if none does; see `largest`.
+
+        Args:
+            machine: The machine.
+            step: Records the step of a number.
+            recorded: Numbers whose steps are recorded already, for a better first guess.
+            start: The first guess where these are too few.
+            least: The smallest number.
+            most: The largest number.
+        """
+        if not self.has_host_storage(machine):
             return 0
 
         def figures(number: int) -> dict[str, Any]:
@@ -298,14 +324,33 @@ class Estimator:
             return int(found["smallest_budget_bytes"]) if on_host else machine.device_bytes + 1
 
         first = figures(start)
+        fixed = first["smallest_budget_bytes"] - first["nonmodel_bytes"]
+        near = self._line(needed, recorded)
+        if near is not None:
+            fixed, slope = near
+            start = int(min(max((machine.device_bytes - fixed) / slope, least), most))
         return largest(
-            needed,
-            machine.device_bytes,
-            fixed=first["smallest_budget_bytes"] - first["nonmodel_bytes"],
-            start=start,
-            least=least,
-            most=most,
+            needed, machine.device_bytes, fixed=int(fixed), start=start, least=least, most=most
         )
+
+    @staticmethod
+    def _line(needed: Callable[[int], int], recorded: Sequence[int]) -> tuple[float, float] | None:
+        """Returns the line through the needs of two steps that other machines had recorded.
+
+        Args:
+            needed: Gives the need of a number.
+            recorded: Numbers whose steps have been recorded.
+
+        Returns:
+            The need of 0 and that of each further one; None: too few steps are known.
+        """
+        high = max(recorded, default=0)
+        low = max((number for number in recorded if number < 0.9 * high), default=0)
+        if not low:
+            return None
+        needs = needed(low), needed(high)
+        slope = (needs[1] - needs[0]) / (high - low)
+        return (needs[1] - slope * high, slope) if slope > 0 else None
 
     def _smaller(self, max_batch: int, max_sequence: int | None) -> str:
         """Describes the smaller batches that would fit."""
