@@ -13,6 +13,7 @@ from castor.planner.data_parallel import estimate_ranks
 from castor.planner.layout_search import LayoutSearch
 from castor.planner.layouts import Layout, LayoutActivations
 from castor.planner.scaling import scaling
+from castor.runtime.parallel_dims import ParallelDims
 from estimating import SMALL, write
 
 LLAMA: dict[str, Any] = {
@@ -95,8 +96,9 @@ def test_replicas_cost_what_a_plan_and_a_curve_of_scaling_say(
     few_layouts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     config, of_ranks = write(tmp_path, LLAMA | few_layouts), cluster(ranks, MACHINES[on])
     search = LayoutSearch(config, workload(ranks))
-    for cost in (search.cost(Layout(data=ranks), of_ranks), *search.search(of_ranks).fitting):
-        if cost.layout.ranks == cost.layout.data and cost.layout.microbatches == 1:
+    replicas = Layout(dims=ParallelDims(dp_shard=ranks))
+    for cost in (search.cost(replicas, of_ranks), *search.search(of_ranks).fitting):
+        if cost.layout.dims == replicas.dims and cost.layout.microbatches == 1:
             of_each = workload(cost.layout.rows, activations=cost.layout.activations)
             assert estimate_ranks(config, of_each, of_ranks).step_time_s == cost.seconds
     point = scaling(search, of_ranks, most=ranks).weak[-1]
