@@ -26,7 +26,7 @@ BILLIONS = {
     "openai/gpt-oss-20b": 20.91,
     "Qwen/Qwen3-32B": 32.76,
     "mistralai/Mixtral-8x7B-v0.1": 46.70,
-    "meta-llama/Llama-3.1-70B": 70.55,
+    "meta-llama/Llama-3.1-70B": 70.554,
 }
 WIDE: dict[str, Any] = {
     "model_type": "llama",
