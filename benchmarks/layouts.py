@@ -52,13 +52,13 @@ def layouts(ranks: int, samples: int) -> list[Any]:
         found = [Layout()]
     elif ranks == 2:
         found = [
-            layout(dp_shard=2), layout(tp=2), layout(cp=2), layout(pp=2, microbatches=4),
+            layout(dp=2), layout(tp=2), layout(cp=2), layout(pp=2, microbatches=4),
             layout(pp=2, microbatches=2), layout(pp=2, microbatches=4, style="gpipe"),
         ]  # fmt: skip
     else:
         found = [
-            layout(dp_shard=4), layout(dp_shard=2, tp=2),
-            layout(dp_shard=2, pp=2, microbatches=2), layout(tp=2, pp=2, microbatches=4),
+            layout(dp=4), layout(dp=2, tp=2),
+            layout(dp=2, pp=2, microbatches=2), layout(tp=2, pp=2, microbatches=4),
         ]  # fmt: skip
     return [replace(one, rows=samples // (one.dims.edp * one.microbatches)) for one in found]
 

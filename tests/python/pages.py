@@ -126,5 +126,5 @@ def messages_in_code() -> str:
 
 def invented_parts(message: str, code: str) -> list[str]:
     """The stretches of a message between its holes that no string of the code contains."""
-    parts = (" ".join(part.split()) for part in message.split(HOLE))
+    parts = (" ".join(part.split()).removeprefix("; ") for part in message.split(HOLE))
     return [part for part in parts if len(part) > 3 and part not in code]

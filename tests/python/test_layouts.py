@@ -533,7 +533,7 @@ def test_more_ranks_take_less_time_and_memory(config: Path) -> None:
     for layout in (
         Layout(dims=ParallelDims(tp=2), rows=8),
         Layout(dims=ParallelDims(pp=2), microbatches=4, rows=2),
-        Layout(dims=ParallelDims(dp_shard=2), rows=4),
+        Layout(dims=ParallelDims(dp=2), rows=4),
         Layout(dims=ParallelDims(cp=2), rows=8),
     ):
         cost = found.cost(layout, on)
@@ -583,7 +583,7 @@ def test_who_waits_leaves_processors_to_others(config: Path) -> None:
 def test_who_waits_for_a_sum_leaves_processors_to_others(config: Path) -> None:
     """What a sum takes to begin is no work: on shared processors others compute meanwhile."""
     found = search(config)
-    layout = Layout(dims=ParallelDims(dp_shard=2, tp=2), rows=4)
+    layout = Layout(dims=ParallelDims(dp=2, tp=2), rows=4)
     on = {"device": "cpu", "ranks_per_node": 4, "link": "1GB/s"}
     soon, late = (
         found.cost(layout, cluster(at_once=2, link_latency_us=latency, **on))
@@ -600,7 +600,7 @@ def test_who_waits_for_a_sum_leaves_processors_to_others(config: Path) -> None:
 def test_machines_exchange_sums_means_and_parts(config: Path) -> None:
     """On two of two ranks each half of the weights crosses as sums or means, and a quarter new."""
     found = search(config)
-    layout = Layout(dims=ParallelDims(dp_shard=4), rows=2)
+    layout = Layout(dims=ParallelDims(dp=4), rows=2)
     on = {"device": "cpu", "link_latency_us": 0, "network_latency_us": 0, "link": "1GB/s"}
     one, two, four = (
         found.cost(layout, cluster(nodes=nodes, ranks_per_node=4 // nodes, network="1GB/s", **on))

@@ -23,7 +23,7 @@ NVME: dict[str, Any] = {"nvme": "4GB/s", "nvme_path": "/mnt/nvme"}
 LAYERS, STAGES, COPIES = (
     Layout(dims=ParallelDims(tp=2), rows=8),
     Layout(dims=ParallelDims(pp=2), microbatches=4, rows=2),
-    Layout(dims=ParallelDims(dp_shard=2), rows=4),
+    Layout(dims=ParallelDims(dp=2), rows=4),
 )
 
 

@@ -96,7 +96,7 @@ def test_replicas_cost_what_a_plan_and_a_curve_of_scaling_say(
     few_layouts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     config, of_ranks = write(tmp_path, LLAMA | few_layouts), cluster(ranks, MACHINES[on])
     search = LayoutSearch(config, workload(ranks))
-    replicas = Layout(dims=ParallelDims(dp_shard=ranks))
+    replicas = Layout(dims=ParallelDims(dp=ranks))
     for cost in (search.cost(replicas, of_ranks), *search.search(of_ranks).fitting):
         if cost.layout.dims == replicas.dims and cost.layout.microbatches == 1:
             of_each = workload(cost.layout.rows, activations=cost.layout.activations)

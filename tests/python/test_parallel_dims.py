@@ -11,15 +11,15 @@ from castor import UsageError
 from castor.runtime.parallel_dims import ONE_RANK, Dimension, ParallelDims
 
 SOME = [
-    ParallelDims(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, pp=pp, ep=ep)
-    for replicate, shard, cp, tp, pp in itertools.product((1, 2), (2, 4), (1, 3), (1, 2), (1, 2))
+    ParallelDims(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep)
+    for dp, cp, tp, pp in itertools.product((2, 4, 8), (1, 3), (1, 2), (1, 2))
     for ep in (1, 2)
 ]
 
 
 @pytest.mark.parametrize("dims", SOME)
 def test_every_rank_is_in_one_group_of_each_dimension(dims: ParallelDims) -> None:
-    assert dims.world_size == dims.dp_replicate * dims.dp_shard * dims.cp * dims.tp * dims.pp
+    assert dims.world_size == dims.dp * dims.cp * dims.tp * dims.pp
     sizes: dict[Dimension, int] = {
         "dp": dims.same_shard, "pp": dims.pp, "cp": dims.cp, "layers": dims.layer_shards
     }  # fmt: skip
@@ -66,23 +66,13 @@ def test_expert_parallel_ranks_take_data_parallel_places_without_tensor_parallel
 
 def test_the_number_of_ranks_gives_the_data_parallel_ones() -> None:
     one = ParallelDims.of_one_replica(tp=2, pp=2)
-    assert one.in_world(12) == ParallelDims(dp_shard=3, tp=2, pp=2)
-    assert ParallelDims.of_one_replica(ep=3).in_world(6).dp_shard == 6
+    assert one.in_world(12) == ParallelDims(dp=3, tp=2, pp=2)
+    assert ParallelDims.of_one_replica(ep=3).in_world(6).dp == 6
     assert ONE_RANK.in_world(5).dp == 5
     with pytest.raises(UsageError, match="tp_size=2, pp_size=2 needs a multiple of 4 ranks"):
         one.in_world(6)
     with pytest.raises(UsageError, match="this process is alone: start them"):
         one.in_world(1)
-
-
-def test_replicas_of_weights_divide_the_data_parallel_ranks() -> None:
-    dims = ParallelDims.of_one_replica(tp=2).in_world(8)
-    assert dims.replicated(2) == ParallelDims(dp_replicate=2, dp_shard=2, tp=2)
-    assert dims.replicated(2).world_size == 8
-    with pytest.raises(ValueError, match=r"extra_dp_size=3 .* of 4 ranks with"):
-        dims.replicated(3)
-    with pytest.raises(ValueError, match=r"of 2 ranks .*, sp_size=2 to each replica"):
-        ParallelDims(cp=2).replicated(2)
 
 
 def test_arguments_are_those_of_the_plugin() -> None:
@@ -100,7 +90,7 @@ def test_sizes_that_are_none() -> None:
         ParallelDims(tp=True)
     with pytest.raises(ValueError, match="ep=3 is neither 1 nor tp=2"):
         ParallelDims(tp=2, ep=3)
-    with pytest.raises(ValueError, match="dp_shard=2 is no multiple of ep=3"):
-        ParallelDims(dp_shard=2, ep=3)
+    with pytest.raises(ValueError, match="dp=2 is no multiple of ep=3"):
+        ParallelDims(dp=2, ep=3)
     with pytest.raises(ValueError, match="rank 4 is none of 4 ranks"):
         ParallelDims(tp=4).coordinates(4)

@@ -104,10 +104,6 @@ class ParallelGroups:
         taken = max(self.gather(max(0, free - backend.free_bytes())))
         return replace(self, device_backend=backend, communicator_bytes=taken)
 
-    def replicated(self, replicas: int) -> ParallelGroups:
-        """Returns these groups with `replicas` replicas of the weights; see ParallelDims."""
-        return replace(self, dims=self.dims.replicated(replicas))
-
     def subset_of_pp(self, numbers: Sequence[int]) -> ModelParallelGroup | None:
         """Makes a group of some ranks of this rank's pipeline-parallel group.
 

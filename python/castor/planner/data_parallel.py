@@ -75,7 +75,7 @@ def estimate_ranks(config: Path, workload: Workload, cluster: Cluster) -> RanksE
                 f"{' or '.join(map(str, known))} is"
             )
     activations = cast(LayoutActivations, workload.activations)
-    dims = ParallelDims(dp_shard=cluster.ranks)
+    dims = ParallelDims(dp=cluster.ranks)
     layout = Layout(dims=dims, rows=workload.batch, activations=activations)
     search = LayoutSearch(config, workload)
     cost = search.cost(layout, cluster)

@@ -102,7 +102,7 @@ def engine_settings(
         ranks=groups.dp,
         reads=reads,
         zero_stage=0 if config.zero_stage == "auto" else config.zero_stage,
-        extra_dp_size=groups.dims.dp_replicate,
+        extra_dp_size=config.extra_dp_size if groups.dp else 1,
         device_link=groups.device_backend.name if groups.device_backend else "",
         communicator_bytes=groups.communicator_bytes,
         communicators=communicators,

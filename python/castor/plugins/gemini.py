@@ -158,9 +158,7 @@ class GeminiPlugin:
             *(groups, model, optimizers, config),
             state_format=choice.state_format, seed=choice.seed, held=held,
         )  # fmt: skip
-        groups = groups.connect_devices(torch.device(config.device)).replicated(
-            config.extra_dp_size
-        )
+        groups = groups.connect_devices(torch.device(config.device))
         budgets = budgets_of(self, self.config)
         communicators = budgets.take_communicators(groups.communicator_bytes)
         reads = group_of_reads(config, rules, groups)

@@ -27,9 +27,16 @@ def group_of_reads(
         alone, or the model is sharded and all its ranks share memory.
 
     Raises:
+        ValueError: extra_dp_size does not divide the number of ranks.
         NotImplementedError: The ranks cannot run the stage; the message says what to do.
     """
-    stage, size = config.zero_stage, groups.dims.same_shard
+    stage, size, replicas = config.zero_stage, groups.dims.same_shard, config.extra_dp_size
+    if size % replicas:
+        raise ValueError(
+            f"extra_dp_size={replicas} replicas of the model's weights are sharded over as many "
+            f"ranks each, of {size} with the same shard of it: start a multiple of {replicas} "
+            f"ranks, or give a number that divides {size}"
+        )
     if size == 1 or stage in ("auto", 1):
         return ""
     kept = "gradients" if stage == 2 else "weights and gradients"

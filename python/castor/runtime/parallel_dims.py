@@ -38,10 +38,8 @@ class ParallelDims:
         TypeError, ValueError: A size is no whole number of 1 or more, or `ep` does not fit.
     """
 
-    dp_replicate: int = 1
-    """Number of replicas of the weights (HSDP): GeminiPlugin's extra_dp_size."""
-    dp_shard: int = 1
-    """Number of data-parallel ranks of a replica."""
+    dp: int = 1
+    """Number of data-parallel ranks, which take different samples."""
     cp: int = 1
     """Number of context-parallel ranks: HybridParallelPlugin's sp_size."""
     tp: int = 1
@@ -62,16 +60,16 @@ class ParallelDims:
                 raise ValueError(f"{size.name} is {value}; give 1 or more")
         if self.tp > 1 and self.ep not in (1, self.tp):
             raise ValueError(f"ep={self.ep} is neither 1 nor tp={self.tp}")
-        if self.dp_shard % self.ep_of_dp:
+        if self.dp % self.ep_of_dp:
             raise ValueError(
-                f"dp_shard={self.dp_shard} is no multiple of ep={self.ep}, whose ranks are "
+                f"dp={self.dp} is no multiple of ep={self.ep}, whose ranks are "
                 "data-parallel ones with tp=1"
             )
 
     @classmethod
     def of_one_replica(cls, *, cp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1) -> ParallelDims:
         """Returns the sizes with which each shard of the model is on as few ranks as possible."""
-        return cls(dp_shard=ep if tp == 1 else 1, cp=cp, tp=tp, pp=pp, ep=ep)
+        return cls(dp=ep if tp == 1 else 1, cp=cp, tp=tp, pp=pp, ep=ep)
 
     @classmethod
     def of_arguments(cls, arguments: Mapping[str, Any]) -> ParallelDims:
@@ -85,7 +83,7 @@ class ParallelDims:
 
     def one_replica(self) -> ParallelDims:
         """Returns the sizes of the ranks that one replica needs at least."""
-        return replace(self, dp_replicate=1, dp_shard=self.ep_of_dp)
+        return replace(self, dp=self.ep_of_dp)
 
     def in_world(self, world_size: int) -> ParallelDims:
         """Returns the sizes with as many data-parallel ranks as `world_size` ranks allow.
@@ -103,27 +101,7 @@ class ParallelDims:
                 f"{', '.join(sizes)} needs a multiple of {number} ranks, and {started}: start them "
                 f"with `castor run --nproc {number} ...`"
             )
-        return replace(one, dp_shard=one.dp_shard * replicas)
-
-    def replicated(self, replicas: int) -> ParallelDims:
-        """Returns the sizes with `replicas` replicas of the weights on the same ranks.
-
-        Raises:
-            ValueError: The data-parallel ranks are no multiple of it.
-        """
-        if self.edp % replicas:
-            within = f", sp_size={self.cp} to each replica" if self.cp > 1 else ""
-            raise ValueError(
-                f"extra_dp_size={replicas} replicas of the model's weights are sharded over as "
-                f"many ranks each, of {self.same_shard} ranks with the same shard of it{within}: "
-                f"start a multiple of {replicas} ranks, or give a number that divides {self.edp}"
-            )
-        return replace(self, dp_replicate=replicas, dp_shard=self.dp // replicas)
-
-    @property
-    def dp(self) -> int:
-        """Number of shards of the data: ranks that take different samples."""
-        return self.dp_replicate * self.dp_shard
+        return replace(one, dp=one.dp * replicas)
 
     @property
     def ep_of_dp(self) -> int:
