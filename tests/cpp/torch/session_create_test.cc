@@ -88,12 +88,12 @@ TEST(SessionCreateTest, EachParameterBecomesAViewOfItsPlaceInAChunk) {
 TEST(SessionCreateTest, ShortHostMemoryIsRefusedAndTouchesNoParameter) {
   const TestModel model = TestModel::layers_of(3, kWidth);
   const Before before(model);
-  const auto budgets = std::make_shared<SharedBudgets>(1 << 24, 20'000, 1 << 20);
+  const auto budgets = std::make_shared<SharedBudgets>(1 << 24, 10'000, 1 << 20);
   const auto error =
       thrown<OutOfMemory>([&] { (void)create_session(model, {.budgets = budgets}); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->tier(), TierKind::kHost);
-  EXPECT_EQ(error->budget(), 20'000U);
+  EXPECT_EQ(error->budget(), 10'000U);
   before.expect_untouched();
   EXPECT_EQ(budgets->host()->used(), 0U);
   EXPECT_EQ(budgets->device()->used(), 0U);
