@@ -21,10 +21,10 @@
 #include "python/bindings.h"
 #include "python/module_hooks.h"
 #include "python/names.h"
+#include "python/saved_variables.h"
 #include "ranks/rank_waits.h"
 #include "torch/chunk_storages.h"
 #include "torch/cpu_backend.h"
-#include "torch/saved_variables.h"
 #include "torch/session.h"
 #include "torch/step_hooks.h"
 #include "torch/torch_error.h"
@@ -161,7 +161,7 @@ std::shared_ptr<Session> create_session(
 GroupOptions group_options(const Session& session, const std::vector<py::dict>& groups,
                            std::vector<std::int64_t> group_of) {
   GroupOptions options{.groups = {}, .group_of = std::move(group_of)};
-  options.groups = rule_options(session.rule(), groups);
+  options.groups = rule_options(session.updates().chunk_updates().rule(), groups);
   return options;
 }
 
@@ -196,7 +196,7 @@ struct NvmeFigures {
 };
 
 NvmeFigures nvme_figures(const Session& session) {
-  const NvmeTier* const tier = session.nvme();
+  const NvmeTier* const tier = session.memory().nvme();
   if (tier == nullptr) {
     return {};
   }
@@ -213,11 +213,11 @@ py::dict report(Session& session) {
                       nvme_figures(session));
   });
   py::dict figures;
-  figures["peak_device_bytes"] = session.device().ledger().peak();
-  figures["device_budget_bytes"] = session.device().ledger().budget();
-  figures["peak_nonmodel_bytes"] = session.nonmodel().peak_bytes();
-  figures["host_bytes"] = session.host().ledger().used();
-  figures["host_budget_bytes"] = session.host().ledger().budget();
+  figures["peak_device_bytes"] = session.memory().device_tier()->ledger().peak();
+  figures["device_budget_bytes"] = session.memory().device_tier()->ledger().budget();
+  figures["peak_nonmodel_bytes"] = session.memory().nonmodel()->peak_bytes();
+  figures["host_bytes"] = session.memory().host_tier()->ledger().used();
+  figures["host_budget_bytes"] = session.memory().host_tier()->ledger().budget();
   figures["h2d_bytes"] = transfers.h2d_bytes;
   figures["d2h_bytes"] = transfers.d2h_bytes + session.gradient_bytes_moved();
   figures["demand_fetches"] = counts.demand_fetches;
@@ -231,24 +231,24 @@ py::dict report(Session& session) {
   figures["num_chunks"] = session.layout().chunks().size();
   figures["chunk_bytes"] = session.layout().chunk_bytes();
   figures["waste"] = session.layout().waste();
-  figures["device_arena"] = session.device().description();
-  figures["host_arena"] = session.host().description();
+  figures["device_arena"] = session.memory().device_tier()->description();
+  figures["host_arena"] = session.memory().host_tier()->description();
   figures["nvme_bytes"] = nvme.bytes;
   figures["nvme_weight_bytes"] = nvme.weight_bytes;
   figures["nvme_read_bytes"] = nvme.moved.read_bytes;
   figures["nvme_written_bytes"] = nvme.moved.written_bytes;
   figures["nvme_engine"] = nvme.engine;
-  const SessionRanks* const ranks = session.ranks();
+  const SessionRanks* const ranks = session.updates().ranks();
   const bool alone = ranks == nullptr;
   figures["rank"] = alone ? 0 : ranks->rank();
   figures["ranks"] = alone ? 1 : ranks->size();
   figures["rank_link"] = alone ? "" : ranks->link();
-  figures["zero_stage"] = session.zero_stage();
-  const ShardedHostStorage& sharded = session.sharded_host_storage();
-  figures["rank_shared_bytes"] = session.rank_host_storage().bytes();
+  figures["zero_stage"] = session.memory().zero_stage(alone ? 1 : ranks->size());
+  const ShardedHostStorage& sharded = session.memory().sharded_host_storage();
+  figures["rank_shared_bytes"] = session.memory().rank_host_storage().bytes();
   figures["rank_shard_bytes"] = sharded.shard_bytes();
   figures["rank_window_bytes"] = sharded.window_bytes();
-  const GradientShards* const gradients = session.gradient_shards();
+  const GradientShards* const gradients = session.chunks().gradient_shards();
   figures["rank_gradient_shard_bytes"] = gradients == nullptr ? 0 : gradients->shard_bytes();
   figures["rank_gradient_copy_bytes"] = gradients == nullptr ? 0 : gradients->copy_bytes();
   figures["rank_gradient_copy_peak_bytes"] =
@@ -272,9 +272,9 @@ std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> step_figures(Session& se
 
 py::dict memory(Session& session) {
   py::dict figures;
-  figures["device_bytes"] = session.device_bytes();
-  figures["nonmodel_bytes"] = session.nonmodel().bytes();
-  figures["host_bytes"] = session.host().ledger().used();
+  figures["device_bytes"] = session.memory().device_bytes();
+  figures["nonmodel_bytes"] = session.memory().nonmodel()->bytes();
+  figures["host_bytes"] = session.memory().host_tier()->ledger().used();
   return figures;
 }
 
@@ -283,7 +283,7 @@ std::pair<std::size_t, std::uint64_t> step_position(Session& session) {
   const auto [events, others] = without_gil([&] {
     return std::pair(session.runtime().num_events(), session.runtime().bytes_of_others());
   });
-  return {events, session.nonmodel().bytes() + others};
+  return {events, session.memory().nonmodel()->bytes() + others};
 }
 
 std::optional<py::dict> prediction(Session& session) {
@@ -456,8 +456,9 @@ PYBIND11_MODULE(_C, m) {
       .def("report", &castor::report)
       .def("memory", &castor::memory)
       .def("step_position", &castor::step_position)
-      .def_property_readonly("free_host_bytes",
-                             [](Session& held) { return held.host().ledger().available(); })
+      .def_property_readonly(
+          "free_host_bytes",
+          [](Session& held) { return held.memory().host_tier()->ledger().available(); })
       .def("prediction", &castor::prediction)
       .def("trace", &castor::trace, released)
       .def("timeline", &castor::timeline)

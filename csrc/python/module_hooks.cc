@@ -2,12 +2,14 @@
 
 #include <ATen/core/grad_mode.h>
 #include <structmember.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
 #include <array>
 #include <cstddef>
 #include <exception>
 #include <utility>
+#include <vector>
 
 #include "torch/step_hooks.h"
 
@@ -15,6 +17,51 @@ namespace py = pybind11;
 
 namespace castor {
 namespace {
+
+// Outputs are shallow; the bound stops cycles through objects.
+constexpr int kMaxDepth = 6;
+
+void find_tensors(PyObject* value, int depth, std::vector<at::Tensor>* found);
+
+void find_in_dict(PyObject* dict, int depth, std::vector<at::Tensor>* found) {
+  Py_ssize_t position = 0;
+  PyObject* item = nullptr;
+  while (PyDict_Next(dict, &position, nullptr, &item) != 0) {
+    find_tensors(item, depth, found);
+  }
+}
+
+/// Adds the tensors in what a forward returned: in tuples, lists, dicts, dataclasses and other
+/// objects with a __dict__. `value` is a borrowed reference.
+void find_tensors(PyObject* value, int depth, std::vector<at::Tensor>* found) {
+  if (THPVariable_Check(value)) {
+    found->push_back(THPVariable_Unpack(value));
+    return;
+  }
+  if (depth == 0 || value == Py_None || PyUnicode_Check(value) || PyLong_Check(value) ||
+      PyFloat_Check(value)) {
+    return;
+  }
+  if (PyTuple_Check(value)) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+      find_tensors(PyTuple_GET_ITEM(value, i), depth - 1, found);
+    }
+  } else if (PyList_Check(value)) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) {
+      find_tensors(PyList_GET_ITEM(value, i), depth - 1, found);
+    }
+  } else if (PyDict_Check(value)) {
+    find_in_dict(value, depth - 1, found);
+  } else if (!PyType_Check(value) && !PyModule_Check(value) && !PyCallable_Check(value)) {
+    PyObject* attributes = PyObject_GenericGetDict(value, nullptr);
+    if (attributes == nullptr) {
+      PyErr_Clear();
+      return;
+    }
+    find_in_dict(attributes, depth - 1, found);
+    Py_DECREF(attributes);
+  }
+}
 
 /// A module of a model, and who is told of its forward.
 struct Followed {
@@ -30,7 +77,9 @@ struct Followed {
   /// `output`: None where forward has failed.
   void leave(PyObject* output) const {
     if (owns_params && at::GradMode::is_enabled()) {
-      watch_backward(events, module, output);
+      std::vector<at::Tensor> tensors;
+      find_tensors(output, kMaxDepth, &tensors);
+      watch_backward(events, module, tensors);
     }
     const bool no_result = output == Py_None;
     const py::gil_scoped_release release;

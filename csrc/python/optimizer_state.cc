@@ -21,6 +21,10 @@ namespace {
 
 ParamId id(std::uint32_t param) { return ParamId{param}; }
 
+void set_rounding(Session& session, std::uint64_t seed, std::vector<std::uint64_t> streams) {
+  session.updates().chunk_updates().set_rounding(seed, std::move(streams));
+}
+
 /// For what reads the parameter's state without torch's operators.
 OptimizerState& settled(Session& session, std::uint32_t param) {
   session.settle(id(param));
@@ -61,7 +65,7 @@ void bind_optimizer_state(SessionClass& session) {
             self.optimizer_state().zero();
           },
           released)
-      .def("set_rounding", &Session::set_rounding, py::arg("seed"), py::arg("streams"), released)
+      .def("set_rounding", set_rounding, py::arg("seed"), py::arg("streams"), released)
       .def(
           "adopt",
           [](Session& self, std::uint32_t param, const at::Tensor& values) {
@@ -115,7 +119,7 @@ void bind_optimizer_state(SessionClass& session) {
       .def(
           "serve_states",
           [](Session& self) {
-            if (SessionRanks* const ranks = self.ranks()) {
+            if (SessionRanks* const ranks = self.updates().ranks()) {
               self.settle();
               ranks->states().serve();
             }
@@ -124,7 +128,7 @@ void bind_optimizer_state(SessionClass& session) {
       .def(
           "end_service",
           [](Session& self) {
-            if (SessionRanks* const ranks = self.ranks()) {
+            if (SessionRanks* const ranks = self.updates().ranks()) {
               ranks->states().end_service();
             }
           },
@@ -180,19 +184,19 @@ void bind_saves(SessionClass& session) {
             for (const std::uint32_t chunk : chunks) {
               ids.push_back(ChunkId{chunk});
             }
-            return self.chunk_copies().begin(ids, states, most);
+            return self.updates().copies().begin(ids, states, most);
           },
           py::arg("chunks"), py::kw_only(), py::arg("states"), py::arg("most"), released)
       .def(
-          "finish_copies", [](Session& self) { self.chunk_copies().finish_all(); }, released)
+          "finish_copies", [](Session& self) { self.updates().copies().finish_all(); }, released)
       .def(
-          "end_reads", [](Session& self) { self.chunk_copies().end(); }, released)
+          "end_reads", [](Session& self) { self.updates().copies().end(); }, released)
       .def(
           "await_read",
           [](Session& self, std::uint32_t chunk) { self.reads().wait(ChunkId{chunk}); },
           py::arg("chunk"), released)
       .def_property_readonly("reads_awaited",
-                             [](Session& self) { return self.chunk_copies().any_awaited(); })
+                             [](Session& self) { return self.updates().copies().any_awaited(); })
       .def("chunk_of",
            [](const Session& self, std::uint32_t param) {
              return static_cast<std::uint32_t>(index(self.layout().place(id(param)).chunk));

@@ -71,7 +71,8 @@ py::list chunks(Session& session) {
     }
     py::dict payloads;
     for (std::size_t kind = 0; kind < kNumPayloadKinds; ++kind) {
-      if (const auto& payload = session.chunks().payload(id, static_cast<PayloadKind>(kind))) {
+      if (const auto& payload =
+              session.chunks().manager().payload(id, static_cast<PayloadKind>(kind))) {
         payloads[key_of(static_cast<PayloadKind>(kind))] =
             py::make_tuple(std::string(to_string(payload->tier())), payload->bytes());
       }
@@ -79,7 +80,7 @@ py::list chunks(Session& session) {
     if (places.sharded(id)) {
       payloads[key_of(PayloadKind::kParam)] =
           py::make_tuple(std::string(to_string(TierKind::kHost)),
-                         session.sharded_host_storage().shards()->shard(id).size());
+                         session.memory().sharded_host_storage().shards()->shard(id).size());
     }
     for (const auto& [kind, bytes] : places.stored_payloads(id)) {
       payloads[key_of(kind)] = py::make_tuple(std::string(to_string(TierKind::kNvme)), bytes);
@@ -90,7 +91,7 @@ py::list chunks(Session& session) {
     chunk["used_bytes"] = spec.used_bytes;
     chunk["dtype"] = std::string(to_string(spec.type));
     chunk["trainable"] = spec.trainable;
-    chunk["on_device_bytes"] = session.chunks().on_device_bytes(id);
+    chunk["on_device_bytes"] = session.chunks().manager().on_device_bytes(id);
     chunk["payloads"] = payloads;
     result.append(chunk);
   }

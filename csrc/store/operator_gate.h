@@ -6,6 +6,12 @@
 
 namespace castor {
 
+/// Use of a group of the gate by an operator.
+struct OperatorUse {
+  std::size_t group = 0;
+  bool writes = false;
+};
+
 /// Seam of the gate that holds torch's operators back from memory that something else still uses
 /// (TensorGate in csrc/torch). Memory is in groups: group i is the parameters and optimizer states
 /// of chunk i, gradient_group() its gradients. Thread-safe.

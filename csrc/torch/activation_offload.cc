@@ -60,9 +60,13 @@ struct ActivationOffload::Moved {
 };
 
 ActivationOffload::ActivationOffload(std::shared_ptr<Session> session)
-    : session_(std::move(session)) {
-  if (ChunkStream* const stream = session_->activation_stream()) {
-    pages_.emplace(*stream, session_->num_activation_pages());
+    : session_(std::move(session)),
+      host_blocks_(*session_->memory().host_tier(),
+                   "activations=\"offload\" keeps activations in host memory; raise host_memory, "
+                   "offload fewer blocks, or give nvme_path and an nvme_memory with room for what "
+                   "does not fit") {
+  if (ChunkStream* const stream = session_->memory().stream_of(StoragePlan::kActivations)) {
+    pages_.emplace(*stream, session_->memory().num_activation_pages());
   }
 }
 
@@ -76,7 +80,7 @@ void ActivationOffload::for_each(const Pass& pass, Function&& function) {
 }
 
 std::shared_ptr<ActivationOffload::Pass> ActivationOffload::begin() {
-  const bool beside = session_->copies().asynchronous();
+  const bool beside = session_->chunks().copies().asynchronous();
   Dropped dropped;
   const MutexLock lock(mutex_);
   if (const auto leaving = leaving_.lock()) {
@@ -134,7 +138,7 @@ at::Tensor ActivationOffload::restore(const Saved& saved) {
     return saved.kept_;
   }
   const at::NoGradGuard no_graph;
-  const bool beside = session_->copies().asynchronous();
+  const bool beside = session_->chunks().copies().asynchronous();
   Dropped dropped;
   const MutexLock lock(mutex_);
   const auto before = in_backward_.lock();
@@ -148,7 +152,7 @@ at::Tensor ActivationOffload::restore(const Saved& saved) {
     }
   }
   fetch(*saved.moved_);
-  session_->copies().order(saved.moved_->in, session_->current_stream());
+  session_->chunks().copies().order(saved.moved_->in, session_->memory().device().current_stream());
   const at::Tensor restored =
       tensor_over(saved.moved_->device, saved.type_, saved.offset_, saved.geometry_);
   if (before != saved.pass_) {
@@ -167,7 +171,7 @@ void ActivationOffload::send(Pass& pass) {
       return;
     }
     try {
-      moved.host = take_host_block(moved.bytes);
+      moved.host = host_blocks_.take(moved.bytes);
     } catch (const OutOfMemory& error) {
       if (error.tier() != TierKind::kHost || !pages_) {
         throw;
@@ -175,12 +179,12 @@ void ActivationOffload::send(Pass& pass) {
       write(moved);
       return;
     }
-    moved.out = session_->copies().submit({.source = bytes_of(moved.device),
-                                           .target = {moved.host.data(), moved.bytes},
-                                           .direction = CopyDirection::kDeviceToHost,
-                                           .behind = session_->device().stream(),
-                                           .await_source = {}});
-    const MutexLock lock(host_blocks_mutex_);
+    moved.out =
+        session_->chunks().copies().submit({.source = bytes_of(moved.device),
+                                            .target = {moved.host.data(), moved.bytes},
+                                            .direction = CopyDirection::kDeviceToHost,
+                                            .behind = session_->memory().device_tier()->stream(),
+                                            .await_source = {}});
     bytes_offloaded_ += moved.bytes;
   });
 }
@@ -188,8 +192,8 @@ void ActivationOffload::send(Pass& pass) {
 void ActivationOffload::let_go(Pass& pass, Dropped& dropped) {
   for_each(pass, [&](Moved& moved) {
     if (moved.has_left() && moved.device) {
-      session_->copies().wait(moved.out);
-      session_->copies().wait(moved.in);
+      session_->chunks().copies().wait(moved.out);
+      session_->chunks().copies().wait(moved.in);
       dropped.push_back(std::exchange(moved.device, {}));
     }
   });
@@ -211,11 +215,12 @@ void ActivationOffload::fetch(Moved& moved) {
     moved.device = storage;
     return;
   }
-  moved.in = session_->copies().submit({.source = {moved.host.data(), moved.bytes},
-                                        .target = bytes_of(storage),
-                                        .direction = CopyDirection::kHostToDevice,
-                                        .behind = session_->current_stream(),
-                                        .await_source = {}});
+  moved.in =
+      session_->chunks().copies().submit({.source = {moved.host.data(), moved.bytes},
+                                          .target = bytes_of(storage),
+                                          .direction = CopyDirection::kHostToDevice,
+                                          .behind = session_->memory().device().current_stream(),
+                                          .await_source = {}});
   moved.device = storage;
 }
 
@@ -244,7 +249,7 @@ void ActivationOffload::fetch_ahead(Pass& pass) {
   try {
     for_each(*next, [this](Moved& moved) {
       if (!moved.device && moved.pages.empty()) {
-        session_->nonmodel().make_room(moved.bytes);
+        session_->memory().nonmodel()->make_room(moved.bytes);
         fetch(moved);
       }
     });
@@ -261,17 +266,17 @@ void ActivationOffload::write(Moved& moved) {
   if (!pages) {
     throw OutOfMemory(
         TierKind::kNvme, moved.bytes, pages_->free_bytes(),
-        session_->num_activation_pages() * ActivationPages::kPageBytes,
+        session_->memory().num_activation_pages() * ActivationPages::kPageBytes,
         "activations=\"offload\" keeps there what host_memory has no room for, in what "
         "nvme_memory has left; raise either, or offload fewer blocks");
   }
   const auto fill = [&](std::size_t offset, std::span<std::byte> page) {
-    session_->copies().wait(
-        session_->copies().submit({.source = bytes_of(moved.device).subspan(offset, page.size()),
-                                   .target = page,
-                                   .direction = CopyDirection::kDeviceToHost,
-                                   .behind = session_->device().stream(),
-                                   .await_source = {}}));
+    session_->chunks().copies().wait(session_->chunks().copies().submit(
+        {.source = bytes_of(moved.device).subspan(offset, page.size()),
+         .target = page,
+         .direction = CopyDirection::kDeviceToHost,
+         .behind = session_->memory().device_tier()->stream(),
+         .await_source = {}}));
   };
   try {
     pages_->write(*pages, moved.bytes, fill);
@@ -280,85 +285,31 @@ void ActivationOffload::write(Moved& moved) {
     throw;
   }
   moved.pages = std::move(*pages);
-  const MutexLock lock(host_blocks_mutex_);
   bytes_offloaded_ += moved.bytes;
 }
 
 void ActivationOffload::read(Moved& moved, const c10::Storage& storage) {
   const auto take = [&](std::size_t offset, std::span<std::byte> page) {
-    session_->copies().wait(
-        session_->copies().submit({.source = page,
-                                   .target = bytes_of(storage).subspan(offset, page.size()),
-                                   .direction = CopyDirection::kHostToDevice,
-                                   .behind = session_->current_stream(),
-                                   .await_source = {}}));
+    session_->chunks().copies().wait(session_->chunks().copies().submit(
+        {.source = page,
+         .target = bytes_of(storage).subspan(offset, page.size()),
+         .direction = CopyDirection::kHostToDevice,
+         .behind = session_->memory().device().current_stream(),
+         .await_source = {}}));
   };
   pages_->read(moved.pages, moved.bytes, take);
-}
-
-Block ActivationOffload::take_free_host_block(std::size_t bytes) {
-  const MutexLock lock(host_blocks_mutex_);
-  const auto of_size = [bytes](const Block& block) { return block.bytes() == bytes; };
-  const auto free = std::find_if(free_host_blocks_.begin(), free_host_blocks_.end(), of_size);
-  if (free == free_host_blocks_.end()) {
-    return {};
-  }
-  Block block = std::move(*free);
-  free_host_blocks_.erase(free);
-  free_host_bytes_ -= bytes;
-  return block;
-}
-
-Block ActivationOffload::take_host_block(std::size_t bytes) {
-  const auto allocate = [&] {
-    return session_->host().allocate(
-        bytes,
-        "activations=\"offload\" keeps activations in host memory; raise host_memory, offload "
-        "fewer blocks, or give nvme_path and an nvme_memory with room for what does not fit");
-  };
-  Block block = take_free_host_block(bytes);
-  if (!block) {
-    try {
-      block = allocate();
-    } catch (const OutOfMemory&) {
-      std::deque<Block> other_sizes;  // freed without the mutex
-      {
-        const MutexLock lock(host_blocks_mutex_);
-        if (free_host_blocks_.empty()) {
-          throw;
-        }
-        other_sizes.swap(free_host_blocks_);
-        free_host_bytes_ = 0;
-      }
-      other_sizes.clear();
-      block = allocate();
-    }
-  }
-  const MutexLock lock(host_blocks_mutex_);
-  used_host_bytes_ += bytes;
-  most_used_host_bytes_ = std::max(most_used_host_bytes_, used_host_bytes_);
-  return block;
 }
 
 // Called wherever autograd drops a graph, by threads that hold Python's global lock too.
 void ActivationOffload::forget(Moved& moved) noexcept {
   for (const CopyTicket ticket : {moved.out, moved.in}) {
     try {
-      session_->copies().wait(ticket);
+      session_->chunks().copies().wait(ticket);
     } catch (...) {  // nobody needs the bytes any more
     }
   }
   if (moved.host.data() != nullptr) {
-    std::vector<Block> longest_free;  // freed without the mutex
-    const MutexLock lock(host_blocks_mutex_);
-    used_host_bytes_ -= moved.bytes;
-    free_host_bytes_ += moved.bytes;
-    free_host_blocks_.push_back(std::move(moved.host));
-    while (free_host_bytes_ > most_used_host_bytes_) {
-      free_host_bytes_ -= free_host_blocks_.front().bytes();
-      longest_free.push_back(std::move(free_host_blocks_.front()));
-      free_host_blocks_.pop_front();
-    }
+    host_blocks_.give_back(std::move(moved.host));
   }
   if (!moved.pages.empty()) {
     pages_->give_back(moved.pages);
@@ -366,9 +317,8 @@ void ActivationOffload::forget(Moved& moved) noexcept {
 }
 
 ActivationOffload::Figures ActivationOffload::figures() const {
-  const MutexLock lock(host_blocks_mutex_);
   Figures figures{.bytes_offloaded = bytes_offloaded_};
-  figures.ready_host_bytes = free_host_bytes_;
+  figures.ready_host_bytes = host_blocks_.kept_bytes();
   figures.ready_nvme_bytes = pages_ ? pages_->free_bytes() : 0;
   return figures;
 }

@@ -4,9 +4,9 @@
 #include <c10/core/Storage.h>
 #include <c10/core/TensorImpl.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <unordered_map>
@@ -15,6 +15,7 @@
 #include "core/memory_tier.h"
 #include "core/mutex.h"
 #include "store/activation_pages.h"
+#include "store/host_blocks.h"
 #include "torch/chunk_storages.h"
 #include "torch/session.h"
 
@@ -96,8 +97,6 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   void announce_next(const Pass& pass);
   void fetch_ahead(Pass& pass);
   void read(Moved& moved, const c10::Storage& storage);
-  [[nodiscard]] Block take_host_block(std::size_t bytes);
-  [[nodiscard]] Block take_free_host_block(std::size_t bytes);
   void write(Moved& moved);
   void forget(Moved& moved) noexcept;
 
@@ -109,14 +108,8 @@ class ActivationOffload : public std::enable_shared_from_this<ActivationOffload>
   std::weak_ptr<Pass> latest_ CASTOR_GUARDED_BY(mutex_);
   std::weak_ptr<Pass> leaving_ CASTOR_GUARDED_BY(mutex_);
   std::weak_ptr<Pass> in_backward_ CASTOR_GUARDED_BY(mutex_);
-  mutable Mutex host_blocks_mutex_;  // a leaf, taken where graphs are dropped
-  // Free host buffers, the last freed at the end: the next step needs the same sizes. They take no
-  // more bytes than activations did at once so far, since batches of other lengths need others.
-  std::deque<Block> free_host_blocks_ CASTOR_GUARDED_BY(host_blocks_mutex_);
-  std::size_t free_host_bytes_ CASTOR_GUARDED_BY(host_blocks_mutex_) = 0;
-  std::size_t used_host_bytes_ CASTOR_GUARDED_BY(host_blocks_mutex_) = 0;
-  std::size_t most_used_host_bytes_ CASTOR_GUARDED_BY(host_blocks_mutex_) = 0;
-  std::uint64_t bytes_offloaded_ CASTOR_GUARDED_BY(host_blocks_mutex_) = 0;
+  HostBlocks host_blocks_;
+  std::atomic<std::uint64_t> bytes_offloaded_ = 0;
 };
 
 }  // namespace castor

@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "optim/gradient.h"
 #include "store/chunk_pins.h"
 #include "torch/counting_allocator.h"
 #include "torch/step_hooks.h"
@@ -23,8 +22,6 @@
 namespace castor {
 namespace {
 
-/// From this size on a gradient's norm is worth several threads.
-constexpr std::size_t kParallelNumel = std::size_t{1} << 18;
 /// Up to this size torch's copy spends more time on what to do than on the bytes.
 constexpr std::size_t kSmallBytes = std::size_t{1} << 14;
 
@@ -65,7 +62,7 @@ GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> p
       weights_(weights),
       shards_(shards),
       absent_(absent),
-      executor_(executor),
+      norms_(manager, weights, shards, executor, device),
       device_(device),
       scaled_(scaled),
       gradients_(params.size()),
@@ -260,8 +257,7 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
   const bool kept = others_hold(grad);
   const std::uint64_t start_ns = runtime_->clock_ns();
   if (leaves_device && copies_ && !kept && !stored(chunk) &&
-      grad.storage().use_count() <= max_uses &&
-      copies_->submit(chunk, grad, gradient.view, {data(param), gradient.view.nbytes()})) {
+      grad.storage().use_count() <= max_uses && send(param, grad)) {
     gate_->close(group(chunk));
   } else if (!copy_small(gradient.view, grad)) {
     gradient.view.copy_(grad);
@@ -279,6 +275,19 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
   }
   bytes_moved_ += gradient.view.nbytes();
   return {.bytes = gradient.view.nbytes(), .start_ns = start_ns, .end_ns = end_ns};
+}
+
+// Sends the gradient to its payload by a copy beside backward, if all of its memory is the
+// payload's in the same order. Returns whether it did.
+bool GradientSink::send(ParamId param, const at::Tensor& grad) {
+  const at::Tensor& like = gradients_[index(param)].view;
+  const std::size_t bytes = like.nbytes();
+  return grad.storage_offset() == 0 && grad.storage().nbytes() == bytes &&
+         grad.scalar_type() == like.scalar_type() && grad.strides() == like.strides() &&
+         grad.is_non_overlapping_and_dense() &&
+         copies_->submit(layout_.place(param).chunk,
+                         {static_cast<std::byte*>(grad.mutable_data_ptr()), bytes},
+                         std::make_shared<at::Tensor>(grad), {data(param), bytes});
 }
 
 // The first gradient since zero_grad: what a payload on NVMe holds is the step's before, and
@@ -431,98 +440,11 @@ GradientSummary GradientSink::collect(bool with_norm, const Measure& measure_sha
   }
   device_.await();  // it may have written gradients where they are
   if (with_norm) {
-    summary.squares = squares(measure_shards);
+    summary.squares = norms_.squares(
+        *runtime_, [this](ParamId param) { return present(param); }, measure_shards);
     summary.norm = std::sqrt(std::accumulate(summary.squares.begin(), summary.squares.end(), 0.0));
   }
   return summary;
-}
-
-// `data`: of the parameter's first element. Of all of it, also where other ranks update parts: a
-// sum of their sums would have other bits than one process's (but see square_norms()).
-double GradientSink::square_norm(ParamId param, const std::byte* data, Executor* executor) const {
-  const ParamSpec& spec = layout_.param(param);
-  return copy_and_square_norm(executor, nullptr, data, spec.numel, spec.type);
-}
-
-void GradientSink::measure_on_device(std::span<double> squares) const {
-  std::vector<NormSegment> segments;
-  std::vector<std::size_t> params;
-  for (std::size_t i = 0; i < gradients_.size(); ++i) {
-    const ParamId param{static_cast<std::uint32_t>(i)};
-    if (!present(param) || !device_.holds(manager_, layout_.place(param).chunk)) {
-      continue;
-    }
-    const ParamSpec& spec = layout_.param(param);
-    segments.push_back({.data = data(param), .numel = spec.numel, .type = spec.type});
-    params.push_back(i);
-  }
-  if (segments.empty()) {
-    return;
-  }
-  std::vector<double> sums(segments.size());
-  device_.kernels().square_norms(segments, sums, device_.stream()->id());
-  for (std::size_t i = 0; i < params.size(); ++i) {
-    squares[params[i]] += sums[i];
-  }
-}
-
-void GradientSink::measure_stored(std::span<double> squares) const {
-  const auto has_gradient = [this](ParamId param) { return present(param); };
-  std::vector<ChunkId> chunks;
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const auto& params = layout_.chunk(chunk).params;
-    if (stored(chunk) && std::any_of(params.begin(), params.end(), has_gradient)) {
-      chunks.push_back(chunk);
-    }
-  }
-  weights_->read_gradients(chunks, [&](ChunkId chunk, const std::byte* data) {
-    for (const ParamId param : layout_.chunk(chunk).params) {
-      const ParamSpec& spec = layout_.param(param);
-      if (present(param)) {
-        squares[index(param)] =
-            square_norm(param, data + layout_.place(param).offset * size_of(spec.type),
-                        spec.numel >= kParallelNumel ? &executor_ : nullptr);
-      }
-    }
-  });
-}
-
-std::vector<double> GradientSink::squares(const Measure& measure_shards) const {
-  std::vector<ChunkId> chunks;
-  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
-    chunks.push_back(ChunkId{static_cast<std::uint32_t>(i)});
-  }
-  const ChunkPins held(*runtime_, device_, chunks);
-  std::vector<double> squares(params_.size(), 0.0);
-  measure_on_device(squares);
-  const auto on_host = [&](ParamId param) {
-    const ChunkId chunk = layout_.place(param).chunk;
-    return present(param) && !stored(chunk) && !sharded(chunk) && !device_.holds(manager_, chunk);
-  };
-  const auto measure = [&](ParamId param, Executor* executor) {
-    squares[index(param)] = square_norm(param, data(param), executor);
-  };
-  for (std::size_t i = 0; i < params_.size(); ++i) {
-    const ParamId param{static_cast<std::uint32_t>(i)};
-    if (on_host(param) && layout_.param(param).numel >= kParallelNumel) {
-      measure(param, &executor_);
-    }
-  }
-  executor_.parallel_for(layout_.chunks().size(), [&](std::size_t chunk) {
-    for (const ParamId param : layout_.chunks()[chunk].params) {
-      if (on_host(param) && layout_.param(param).numel < kParallelNumel) {
-        measure(param, nullptr);
-      }
-    }
-  });
-  if (weights_ != nullptr) {
-    measure_stored(squares);
-  }
-  if (shards_ != nullptr) {
-    measure_shards(squares);
-  }
-  return squares;
 }
 
 void GradientSink::scale(double factor) {

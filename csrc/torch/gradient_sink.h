@@ -14,11 +14,12 @@
 #include "core/rank_meeting.h"
 #include "core/runtime.h"
 #include "store/chunk_gradients.h"
+#include "store/gradient_copies.h"
+#include "store/gradient_norms.h"
 #include "store/gradient_shards.h"
 #include "store/session_device.h"
 #include "store/stored_weights.h"
 #include "torch/chunk_storages.h"
-#include "torch/gradient_copies.h"
 #include "torch/gradient_storages.h"
 #include "torch/param_gradient.h"
 #include "torch/step_events.h"
@@ -97,7 +98,7 @@ class GradientSink final : public ChunkGradients {
   }
 
   /// Function that adds the squares of sharded gradients; see GradientSummary.
-  using Measure = std::function<void(std::span<double> squares)>;
+  using Measure = GradientNorms::Measure;
   /// Closes the step: every gradient is in its payload, also those that users assigned. Throws
   /// UsageError for gradients that were scaled differently, edited while scaled, or edited where
   /// ranks shard the model.
@@ -150,10 +151,7 @@ class GradientSink final : public ChunkGradients {
   [[nodiscard]] std::byte* data(ParamId param) const;
   GradientCopy adopt(ParamId param, at::Tensor& grad, std::size_t max_uses);
   void forget_stored(ChunkId chunk);
-  [[nodiscard]] double square_norm(ParamId param, const std::byte* data, Executor* executor) const;
-  void measure_on_device(std::span<double> squares) const;
-  void measure_stored(std::span<double> squares) const;
-  [[nodiscard]] std::vector<double> squares(const Measure& measure_shards) const;
+  [[nodiscard]] bool send(ParamId param, const at::Tensor& grad);
 
   ChunkManager& manager_;
   const ChunkLayout& layout_;
@@ -161,7 +159,7 @@ class GradientSink final : public ChunkGradients {
   StoredWeights* const weights_;
   GradientShards* const shards_;
   GradientStorages& absent_;
-  Executor& executor_;
+  const GradientNorms norms_;
   const SessionDevice& device_;
   const bool scaled_;
   Runtime* runtime_ = nullptr;

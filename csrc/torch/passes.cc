@@ -99,7 +99,7 @@ bool Passes::mine() const { return turn_.mine(caller()); }
 
 // A second forward that stopped early is within a pass: backward goes on behind it.
 void Passes::stop_charging() {
-  if (charged_ && charged_account() == charged_ && !turn_.in_pass(caller())) {
+  if (!abandoned_ && charged_ && charged_account() == charged_ && !turn_.in_pass(caller())) {
     charge_allocations_to(nullptr);
   }
 }
@@ -123,13 +123,13 @@ Passes::Joined Passes::begin_section(PassTurn::Section kind, const std::string& 
 }
 
 void Passes::backward_done(int pass) {
-  if (at_backward_end_ && turn_.only_task(pass)) {
+  if (!abandoned_ && at_backward_end_ && turn_.only_task(pass)) {
     for_torch(at_backward_end_);
   }
 }
 
 void Passes::backward_ended(int pass) {
-  if (turn_.end_task(pass)) {
+  if (!abandoned_ && turn_.end_task(pass)) {
     stop_charging();
   }
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -45,6 +46,9 @@ class Passes : public std::enable_shared_from_this<Passes> {
   /// Begins a section of the calling thread's own, which lasts until end_section().
   Joined begin_section(PassTurn::Section kind, const std::string& what);
   void end_section(PassTurn::Section kind) { turn_.end_section(kind); }
+  /// Makes the ends of passes under way no events any more: the session ends, or this is a forked
+  /// child.
+  void abandon() noexcept { abandoned_ = true; }
   /// Ends the step: what the thread allocates from now on is its own.
   void end_step();
 
@@ -68,6 +72,7 @@ class Passes : public std::enable_shared_from_this<Passes> {
   std::function<void()> at_backward_end_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   bool forward_trains_ = false;  // the outermost module was entered with gradients on
+  std::atomic<bool> abandoned_ = false;
   PassTurn turn_;
 };
 

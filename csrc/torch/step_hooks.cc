@@ -2,7 +2,6 @@
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
@@ -70,61 +69,17 @@ class GradientHook final : public ::torch::autograd::FunctionPostHook {
   ParamId param_;
 };
 
-using GradFunctions = std::vector<torch_versions::NodePointer>;
+}  // namespace
 
-// Outputs are shallow; the bound stops cycles through objects.
-constexpr int kMaxDepth = 6;
-
-void add_grad_function(const at::Tensor& tensor, GradFunctions* found) {
-  if (auto function = tensor.grad_fn()) {
-    if (found->empty() || found->back() != function) {
-      found->push_back(std::move(function));
+void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module,
+                    std::span<const at::Tensor> outputs) {
+  std::vector<torch_versions::NodePointer> functions;
+  for (const at::Tensor& output : outputs) {
+    if (auto function = output.grad_fn();
+        function && (functions.empty() || functions.back() != function)) {
+      functions.push_back(std::move(function));
     }
   }
-}
-
-void find_grad_functions(PyObject* value, int depth, GradFunctions* found);
-
-void find_in_dict(PyObject* dict, int depth, GradFunctions* found) {
-  Py_ssize_t position = 0;
-  PyObject* item = nullptr;
-  while (PyDict_Next(dict, &position, nullptr, &item) != 0) {
-    find_grad_functions(item, depth, found);
-  }
-}
-
-void find_grad_functions(PyObject* value, int depth, GradFunctions* found) {
-  if (THPVariable_Check(value)) {
-    add_grad_function(THPVariable_Unpack(value), found);
-    return;
-  }
-  if (depth == 0 || value == Py_None || PyUnicode_Check(value) || PyLong_Check(value) ||
-      PyFloat_Check(value)) {
-    return;
-  }
-  if (PyTuple_Check(value)) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
-      find_grad_functions(PyTuple_GET_ITEM(value, i), depth - 1, found);
-    }
-  } else if (PyList_Check(value)) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) {
-      find_grad_functions(PyList_GET_ITEM(value, i), depth - 1, found);
-    }
-  } else if (PyDict_Check(value)) {
-    find_in_dict(value, depth - 1, found);
-  } else if (!PyType_Check(value) && !PyModule_Check(value) && !PyCallable_Check(value)) {
-    PyObject* attributes = PyObject_GenericGetDict(value, nullptr);
-    if (attributes == nullptr) {
-      PyErr_Clear();
-      return;
-    }
-    find_in_dict(attributes, depth - 1, found);
-    Py_DECREF(attributes);
-  }
-}
-
-void watch_functions(const std::shared_ptr<StepEvents>& events, ModuleId module,
-                     const GradFunctions& functions) {
   if (functions.empty()) {
     return;
   }
@@ -132,23 +87,6 @@ void watch_functions(const std::shared_ptr<StepEvents>& events, ModuleId module,
   for (const auto& function : functions) {
     function->add_tensor_pre_hook(std::make_unique<BackwardHook>(entry));
   }
-}
-
-}  // namespace
-
-void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module, PyObject* output) {
-  GradFunctions functions;
-  find_grad_functions(output, kMaxDepth, &functions);
-  watch_functions(events, module, functions);
-}
-
-void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module,
-                    std::span<const at::Tensor> outputs) {
-  GradFunctions functions;
-  for (const at::Tensor& output : outputs) {
-    add_grad_function(output, &functions);
-  }
-  watch_functions(events, module, functions);
 }
 
 torch_versions::NodePointer watch_gradient(std::weak_ptr<StepEvents> events, ParamId param,

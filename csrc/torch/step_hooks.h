@@ -1,7 +1,5 @@
 #pragma once
 
-#include <Python.h>
-
 #include <memory>
 #include <span>
 
@@ -12,12 +10,8 @@
 namespace castor {
 
 /// Arranges that `events->enter_backward(module)` runs when the first gradient of a module's
-/// outputs arrives, once per forward call and backward pass. `output` is the object that forward
-/// returned: tensors are found in tuples, lists, dicts, dataclasses and other objects with a
-/// __dict__. Outputs without a differentiable tensor are left alone: their module's parameters stay
-/// readable in host storage. Requires the GIL; `output` is a borrowed reference.
-void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module, PyObject* output);
-/// Does the same for a forward in C++, which returned these tensors. Does not need the GIL.
+/// outputs arrives, once per forward call and backward pass. Outputs without a gradient function
+/// are left alone: where no output has one, the module's parameters stay readable in host storage.
 void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module,
                     std::span<const at::Tensor> outputs);
 

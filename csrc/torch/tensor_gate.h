@@ -51,11 +51,7 @@ class TensorGate final : public OperatorGate, public std::enable_shared_from_thi
     std::function<bool(std::size_t group)> reads;  ///< whether it still reads it; never waits
     Settle await;                                  ///< waits until it does not any more
   };
-  /// Use of a guarded group by an operator.
-  struct Use {
-    std::size_t group = 0;
-    bool writes = false;
-  };
+  using Use = OperatorUse;
   /// Begins the visit of different groups, which ends with the returned object.
   using Visit = std::function<std::shared_ptr<void>(std::span<const Use> uses)>;
 

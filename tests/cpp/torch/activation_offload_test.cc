@@ -32,8 +32,12 @@ class ActivationOffloadTest : public ::testing::Test {
   static at::Tensor activation(float value, std::int64_t numel = kNumel) {
     return at::full({numel}, value);
   }
-  [[nodiscard]] std::size_t device_bytes() const { return test_->session().nonmodel().bytes(); }
-  [[nodiscard]] std::size_t host_bytes() const { return test_->session().host().ledger().used(); }
+  [[nodiscard]] std::size_t device_bytes() const {
+    return test_->session().memory().nonmodel()->bytes();
+  }
+  [[nodiscard]] std::size_t host_bytes() const {
+    return test_->session().memory().host_tier()->ledger().used();
+  }
 
   std::optional<TestSession> test_;
   std::shared_ptr<ActivationOffload> offload_;
@@ -119,7 +123,7 @@ TEST_F(ActivationOffloadTest, AFullHostIsRefusedWithItsFigures) {
   std::size_t taken = 0;
   {
     const TestSession alone(TestModel::layers_of(1, 16));
-    taken = alone.session().host().ledger().used();
+    taken = alone.session().memory().host_tier()->ledger().used();
   }
   make({.host_bytes = taken + 4 * kNumel});
   const auto pass = offload_->begin();
@@ -180,7 +184,7 @@ TEST_F(ActivationOffloadTest, ActivationsWithoutRoomOnTheHostGoToNvme) {
                         .nvme_holds_activations = true};
   settings.device_bytes = std::size_t{128} << 20;
   make(settings);
-  const std::size_t pages = test_->session().num_activation_pages();
+  const std::size_t pages = test_->session().memory().num_activation_pages();
   ASSERT_GT(pages, 0U);
   const std::int64_t numel = std::int64_t{1} << 20;  // 4 MiB
   std::vector<std::shared_ptr<ActivationOffload::Saved>> saved;

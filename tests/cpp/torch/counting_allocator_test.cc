@@ -138,16 +138,16 @@ TEST_F(CountingAllocatorTest, ThousandsOfAllocationsInAnyOrderComeToNothing) {
 TEST(SessionChargesTest, APassIsChargedUntilItsEndAndNoLonger) {
   const TestSession test(TestModel::layers_of(2, 16));
   const at::Tensor input = batch(16, 1);
-  EXPECT_EQ(test.session().nonmodel().bytes(), 0U);
+  EXPECT_EQ(test.session().memory().nonmodel()->bytes(), 0U);
   at::Tensor output = test.forward(input);
-  const std::size_t activations = test.session().nonmodel().bytes();
+  const std::size_t activations = test.session().memory().nonmodel()->bytes();
   EXPECT_GT(activations, 0U);
   const at::Tensor loss = loss_of(output);
-  EXPECT_GT(test.session().nonmodel().bytes(), activations) << "the loss is the model's";
+  EXPECT_GT(test.session().memory().nonmodel()->bytes(), activations) << "the loss is the model's";
   loss.backward();
-  const std::size_t after = test.session().nonmodel().bytes();
+  const std::size_t after = test.session().memory().nonmodel()->bytes();
   const at::Tensor data = batch(16, 2);
-  EXPECT_EQ(test.session().nonmodel().bytes(), after)
+  EXPECT_EQ(test.session().memory().nonmodel()->bytes(), after)
       << "what follows backward is the thread's own";
   test.step();
   EXPECT_EQ(charged_account(), nullptr);
@@ -158,7 +158,7 @@ TEST(SessionChargesTest, AnInferenceIsChargedUntilItsModelReturns) {
   const at::NoGradGuard no_grad;
   const at::Tensor input = batch(16, 1);
   const at::Tensor output = test.forward(input);
-  EXPECT_EQ(test.session().nonmodel().bytes(), output.nbytes());
+  EXPECT_EQ(test.session().memory().nonmodel()->bytes(), output.nbytes());
   EXPECT_EQ(charged_account(), nullptr);
 }
 

@@ -80,7 +80,8 @@ TEST_F(GradientSinkTest, AGradientThatIsHeldAcrossStepsKeepsItsValues) {
   test_.run(batch(kWidth, 2));
   EXPECT_TRUE(same_bits(held, values));
   EXPECT_FALSE(same_bits(test_.param(0).grad(), values));
-  const auto& payload = test_.session().chunks().payload(test_.chunk_of(0), PayloadKind::kGrad);
+  const auto& payload =
+      test_.session().chunks().manager().payload(test_.chunk_of(0), PayloadKind::kGrad);
   EXPECT_EQ(test_.param(0).grad().const_data_ptr(), payload->data());
 }
 

@@ -30,7 +30,7 @@ TEST(OptimizerStateTest, StatesAreNamedByTheirRule) {
   EXPECT_EQ(test.session().optimizer_state().names(param_id(0)),
             (std::vector<std::string>{"exp_avg", "exp_avg_sq"}));
   EXPECT_EQ(test.session().optimizer_state().format(), StateFormat::kFp32);
-  EXPECT_EQ(test.session().rule().name(), "adam");
+  EXPECT_EQ(test.session().updates().chunk_updates().rule().name(), "adam");
 }
 
 TEST(OptimizerStateTest, AnFp32ParameterBesideSplitOnesKeepsFp32States) {
@@ -182,7 +182,8 @@ TEST(ParamMemoryTest, MemoryThatAParameterIsGivenGoesIntoTheChunkAtTheNextForwar
   (void)test.forward(batch(kWidth, 1));
   test.session().move_to_host();
   EXPECT_TRUE(same_bits(test.param(0), values));
-  const auto& payload = test.session().chunks().payload(test.chunk_of(0), PayloadKind::kParam);
+  const auto& payload =
+      test.session().chunks().manager().payload(test.chunk_of(0), PayloadKind::kParam);
   EXPECT_EQ(test.param(0).const_data_ptr(), payload->data());
 }
 

@@ -76,7 +76,7 @@ TEST(SessionCreateTest, EachParameterBecomesAViewOfItsPlaceInAChunk) {
   expect_same_bits(model.params, before.values);
   for (std::size_t i = 0; i < model.params.size(); ++i) {
     const ParamPlace place = session->layout().place(param_id(i));
-    const auto& payload = session->chunks().payload(place.chunk, PayloadKind::kParam);
+    const auto& payload = session->chunks().manager().payload(place.chunk, PayloadKind::kParam);
     EXPECT_EQ(model.params[i].const_data_ptr(), payload->data() + 4 * place.offset);
     EXPECT_EQ(model.params[i].storage().nbytes(), model.params[i].nbytes())
         << "a saver that takes the storage takes more than the parameter";
@@ -113,7 +113,7 @@ TEST(SessionCreateTest, AModelFitsExactlyTheHostBytesThatItTakes) {
   std::size_t taken = 0;
   {
     const auto session = create_session(model.copy(), {.budgets = budgets});
-    taken = session->host().ledger().used();
+    taken = session->memory().host_tier()->ledger().used();
   }
   const Before before(model);
   EXPECT_THROW((void)create_session(model, {.host_bytes = taken - 1}), OutOfMemory);
@@ -218,7 +218,7 @@ TEST(SessionCreateTest, ASecondModelOfTheBudgetsIsRefusedUntilTheFirstHasGone) {
   std::size_t taken = 0;
   {
     const auto alone = create_session(TestModel::layers_of(3, kWidth), {});
-    taken = alone->host().ledger().used();
+    taken = alone->memory().host_tier()->ledger().used();
   }
   const auto budgets = std::make_shared<SharedBudgets>(1 << 24, taken + 100, 1 << 20);
   auto first = create_session(TestModel::layers_of(3, kWidth), {.budgets = budgets, .name = "A"});

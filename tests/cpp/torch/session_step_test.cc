@@ -91,7 +91,7 @@ TEST_P(StepParityTest, StepsHaveTheBitsOfPlainLibtorch) {
           << "state " << state << " of parameter " << i;
     }
   }
-  EXPECT_LE(test.session().device().ledger().peak(), settings.device_bytes);
+  EXPECT_LE(test.session().memory().device_tier()->ledger().peak(), settings.device_bytes);
   if (streams) {
     EXPECT_GT(test.session().runtime().transfers().evictions, 0U);
   }
@@ -132,7 +132,8 @@ TEST(SessionStepTest, GradientsLieInThePayloadsOfTheirChunks) {
   const TestSession test(small());
   test.run(batch(kWidth, 1));
   for (std::size_t i = 0; i < 2 * kLayers; ++i) {
-    const auto& payload = test.session().chunks().payload(test.chunk_of(i), PayloadKind::kGrad);
+    const auto& payload =
+        test.session().chunks().manager().payload(test.chunk_of(i), PayloadKind::kGrad);
     EXPECT_EQ(test.param(i).grad().const_data_ptr(),
               payload->data() + 4 * test.session().layout().place(param_id(i)).offset);
   }
@@ -206,7 +207,8 @@ TEST(SessionStepTest, FrozenParametersStayAndHaveNoGradientPayload) {
   const GradientSummary summary = test.step();
   reference.step();
   EXPECT_EQ(summary.num_gradients, 2 * kLayers - 2);
-  EXPECT_EQ(test.session().chunks().payload(test.chunk_of(2), PayloadKind::kGrad), nullptr);
+  EXPECT_EQ(test.session().chunks().manager().payload(test.chunk_of(2), PayloadKind::kGrad),
+            nullptr);
   EXPECT_TRUE(same_bits(test.param(2), frozen));
   expect_same_bits(test.values(), reference.model().params);
 }
@@ -377,7 +379,7 @@ TEST(SessionStepTest, PlacementOnTheDeviceKeepsAllThereAndTrainsTheSame) {
     test.step();
     reference.step();
   }
-  EXPECT_EQ(test.session().chunks().payload(test.chunk_of(0), PayloadKind::kGrad)->tier(),
+  EXPECT_EQ(test.session().chunks().manager().payload(test.chunk_of(0), PayloadKind::kGrad)->tier(),
             TierKind::kDevice);
   EXPECT_EQ(test.session().runtime().transfers().h2d_bytes, 0U);
   expect_same_bits(test.values(), reference.model().params);
@@ -390,7 +392,8 @@ TEST(SessionStepTest, MoveToHostEmptiesTheSlots) {
   (void)test.forward(batch(kWidth, 2));
   EXPECT_GT(test.device_used(), 0U);
   test.session().move_to_host();
-  const auto& payload = test.session().chunks().payload(test.chunk_of(0), PayloadKind::kParam);
+  const auto& payload =
+      test.session().chunks().manager().payload(test.chunk_of(0), PayloadKind::kParam);
   EXPECT_EQ(test.param(0).const_data_ptr(), payload->data());
 }
 

@@ -59,7 +59,7 @@ void expect_trains_as_the_reference(const TestSession& test, int num_steps) {
 
 TEST_P(SessionStorageTest, StatesOnNvmeTrainTheSame) {
   const TestSession test(medium(), on_nvme(false));
-  ASSERT_NE(test.session().nvme(), nullptr);
+  ASSERT_NE(test.session().memory().nvme(), nullptr);
   EXPECT_TRUE(test.session().optimizer_state().places().stored(test.chunk_of(0)));
   EXPECT_TRUE(test.session().states(param_id(0)).empty()) << "they have no memory to show";
   expect_trains_as_the_reference(test, 3);
@@ -185,12 +185,12 @@ class SaveTest : public ::testing::TestWithParam<Overlap> {
     for (std::size_t i = 0; i < test_.session().layout().chunks().size(); ++i) {
       all.push_back(chunk_id(i));
     }
-    test_.session().chunk_copies().begin(all, /*states=*/true, std::size_t{1} << 30);
+    test_.session().updates().copies().begin(all, /*states=*/true, std::size_t{1} << 30);
     return reachable;
   }
   void end() {
     test_.session().reads().end_all();
-    test_.session().chunk_copies().end();
+    test_.session().updates().copies().end();
   }
   TestSession test_;
 };

@@ -267,7 +267,7 @@ TestSession::TestSession(TestModel model, TestSettings settings)
   if (settings_.rule) {
     std::vector<std::uint64_t> streams(model_.params.size());
     std::iota(streams.begin(), streams.end(), 0U);
-    session_->set_rounding(kRoundingSeed, std::move(streams));
+    session_->updates().chunk_updates().set_rounding(kRoundingSeed, std::move(streams));
   }
 }
 

@@ -167,7 +167,9 @@ class TestSession {
   [[nodiscard]] ChunkId chunk_of(std::size_t param) const {
     return session_->layout().place(param_id(param)).chunk;
   }
-  [[nodiscard]] std::size_t device_used() const { return session_->device().ledger().used(); }
+  [[nodiscard]] std::size_t device_used() const {
+    return session_->memory().device_tier()->ledger().used();
+  }
   void end() { session_.reset(); }
 
  private:

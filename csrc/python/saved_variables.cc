@@ -1,4 +1,4 @@
-#include "torch/saved_variables.h"
+#include "python/saved_variables.h"
 
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>

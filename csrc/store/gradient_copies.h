@@ -1,10 +1,9 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstddef>
 #include <deque>
 #include <exception>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -38,12 +37,11 @@ class GradientCopies {
   GradientCopies(const GradientCopies&) = delete;
   GradientCopies& operator=(const GradientCopies&) = delete;
 
-  /// Sends `gradient` to `target`, and keeps the gradient's memory until the copy is over. The
-  /// device's stream has been given what writes `gradient`, and nobody else will write it. Returns
-  /// false, and does nothing, if `gradient` is a part of other memory, is empty or larger than the
-  /// window, or has another type or layout than `like`.
-  [[nodiscard]] bool submit(ChunkId chunk, const at::Tensor& gradient, const at::Tensor& like,
-                            std::span<std::byte> target);
+  /// Sends `gradient` to `target`, and keeps `memory`, which owns all of it, until the copy is
+  /// over. The device's stream has been given what writes `gradient`, and nobody else will write
+  /// it. Returns false, and does nothing, if `gradient` is empty or larger than the window.
+  [[nodiscard]] bool submit(ChunkId chunk, std::span<std::byte> gradient,
+                            std::shared_ptr<void> memory, std::span<std::byte> target);
   /// Returns the ticket of the chunk's latest gradient that is on its way; kNone if there is none.
   [[nodiscard]] CopyTicket last_of(ChunkId chunk) const;
   /// Returns when the chunk's gradients have arrived; rethrows a copy's failure.
@@ -53,13 +51,13 @@ class GradientCopies {
   struct Copy {
     ChunkId chunk;
     CopyTicket ticket;
-    at::Tensor gradient;
-    std::size_t bytes = 0;     // bytes of the window that the gradient takes
+    std::shared_ptr<void> memory;  // of the gradient
+    std::size_t bytes = 0;         // bytes of the window that the gradient takes
     bool handed_over = false;  // by the account, which takes the bytes back when the copy is over
   };
 
-  /// Waits for the oldest copy and moves it to `arrived`. The caller drops its gradient without the
-  /// mutex, since dropping one that Python knows takes Python's global lock.
+  /// Waits for the oldest copy and moves it to `arrived`. The caller drops its memory without the
+  /// mutex, since dropping a tensor that Python knows takes Python's global lock.
   void complete_first(std::vector<Copy>& arrived) CASTOR_REQUIRES(mutex_);
   void rethrow_failure() const CASTOR_REQUIRES(mutex_);
 

@@ -1,4 +1,4 @@
-#include "torch/gradient_copies.h"
+#include "store/gradient_copies.h"
 
 #include <algorithm>
 #include <utility>
@@ -27,32 +27,27 @@ GradientCopies::~GradientCopies() {
   }
 }
 
-bool GradientCopies::submit(ChunkId chunk, const at::Tensor& gradient, const at::Tensor& like,
-                            std::span<std::byte> target) {
+bool GradientCopies::submit(ChunkId chunk, std::span<std::byte> gradient,
+                            std::shared_ptr<void> memory, std::span<std::byte> target) {
   std::vector<Copy> arrived;
   const MutexLock lock(mutex_);
   rethrow_failure();
-  const std::size_t bytes = gradient.nbytes();
-  const bool whole = gradient.storage_offset() == 0 && gradient.storage().nbytes() == bytes;
-  const std::size_t needed = backend_.allocated_for(bytes);
-  if (!whole || bytes == 0 || needed > window_.bytes() ||
-      gradient.scalar_type() != like.scalar_type() || gradient.strides() != like.strides() ||
-      !gradient.is_non_overlapping_and_dense()) {
+  const std::size_t needed = backend_.allocated_for(gradient.size());
+  if (gradient.empty() || needed > window_.bytes()) {
     return false;
   }
   while (!copies_.empty() &&
          (used_bytes_ + needed > window_.bytes() || engine_.done(copies_.front().ticket))) {
     complete_first(arrived);
   }
-  auto* data = static_cast<std::byte*>(gradient.mutable_data_ptr());
-  const CopyTicket ticket = engine_.submit({.source = {data, bytes},
+  const CopyTicket ticket = engine_.submit({.source = gradient,
                                             .target = target,
                                             .direction = CopyDirection::kDeviceToHost,
                                             .behind = device_.stream(),
                                             .await_source = {}});
-  Copy& copy = copies_.emplace_back(Copy{chunk, ticket, gradient, needed});
+  Copy& copy = copies_.emplace_back(Copy{chunk, ticket, std::move(memory), needed});
   used_bytes_ += needed;
-  copy.handed_over = !backend_.stop_counting(data);
+  copy.handed_over = !backend_.stop_counting(gradient.data());
   if (copy.handed_over) {
     account_.hand_over(needed);
   }
