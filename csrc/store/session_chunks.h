@@ -23,9 +23,9 @@ class SessionChunks {
  public:
   /// Objects that follow the addresses of payloads. All outlive the chunks.
   struct Followers {
-    ParamBinder& binder;               ///< of parameters in memory
-    const AddressFollower& params;     ///< of parameters on NVMe, or sharded over ranks
-    const AddressFollower& gradients;  ///< of such gradients
+    ParamBinder& binder;               ///< follows parameters in memory
+    const AddressFollower& params;     ///< follows those on NVMe, or sharded over ranks
+    const AddressFollower& gradients;  ///< follows gradients of such parameters
     /// Called at the end, when no chunk is in a slot any more, with the payloads that have the
     /// parameters, in the order of chunks.
     std::function<void(const std::vector<std::shared_ptr<Payload>>&)> released;
