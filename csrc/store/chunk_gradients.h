@@ -41,6 +41,9 @@ class ChunkGradients {
 
   /// Returns when the chunk's gradients have arrived; rethrows a copy's failure.
   virtual void wait(ChunkId chunk) = 0;
+  /// Same as wait(), for another thread than the one that computes: takes and frees nothing on the
+  /// device meanwhile, where the other thread counts on each byte.
+  virtual void wait_beside(ChunkId chunk) = 0;
   /// Gives tensors over gradients that p.grad no longer refers to memory of their own, so that
   /// their holders keep the values. Call before the chunk's payload is overwritten.
   virtual void leave_to_holders(ChunkId chunk) = 0;

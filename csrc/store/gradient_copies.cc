@@ -84,6 +84,15 @@ CopyTicket GradientCopies::last_of(ChunkId chunk) const {
   return last;
 }
 
+// The copies stay in the window: whoever calls submit() or wait() next completes them.
+void GradientCopies::wait_beside(ChunkId chunk) {
+  {
+    const MutexLock lock(mutex_);
+    rethrow_failure();
+  }
+  engine_.wait(last_of(chunk));
+}
+
 // Copies of one direction complete in order: what was sent before the chunk's last has arrived too.
 void GradientCopies::wait(ChunkId chunk) {
   std::vector<Copy> arrived;

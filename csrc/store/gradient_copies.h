@@ -46,6 +46,8 @@ class GradientCopies {
   [[nodiscard]] CopyTicket last_of(ChunkId chunk) const;
   /// Returns when the chunk's gradients have arrived; rethrows a copy's failure.
   void wait(ChunkId chunk);
+  /// Same as wait(), but leaves the gradients' device memory to the next submit() or wait().
+  void wait_beside(ChunkId chunk);
 
  private:
   struct Copy {

@@ -58,7 +58,7 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
   }
   reductions_ = std::make_unique<BackwardReductions>(
       ranks_, layout_.chunks().size(), std::move(order), [this](ChunkId chunk) {
-        gradients_.wait(chunk);
+        gradients_.wait_beside(chunk);
         std::exchange(fences_[index(chunk)], nullptr)->wait();
         reduce(chunk);
       });

@@ -469,6 +469,12 @@ void GradientSink::wait(ChunkId chunk) {
   }
 }
 
+void GradientSink::wait_beside(ChunkId chunk) {
+  if (copies_) {
+    copies_->wait_beside(chunk);
+  }
+}
+
 void GradientSink::for_each_storage(const std::function<void(const c10::Storage&)>& visit) const {
   for (const Gradient& gradient : gradients_) {
     if (gradient.storage) {

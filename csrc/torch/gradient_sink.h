@@ -117,6 +117,7 @@ class GradientSink final : public ChunkGradients {
   }
   [[nodiscard]] bool untouched(ParamId param) const override;
   void wait(ChunkId chunk) override;
+  void wait_beside(ChunkId chunk) override;
   [[nodiscard]] std::unique_ptr<ComputeFence> fence() const override { return device_.fence(); }
   [[nodiscard]] CopyTicket last_copy_of(ChunkId chunk) const override {
     return copies_ ? copies_->last_of(chunk) : CopyTicket::kNone;
