@@ -70,7 +70,8 @@ void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t byte
       "the " + what + " of chunk " + std::to_string(index(chunk)) + " have no room there; " +
           (on_device ? "raise device_memory, or let them leave the device with "
                        "placement_policy=\"auto\""
-                     : "raise host_memory, or train a smaller model"));
+                     : "raise host_memory, or train a smaller model"),
+      !on_device && on_host->shared_by_processes() ? host_ : nullptr);
 }
 
 const std::shared_ptr<Payload>& ChunkManager::payload(ChunkId chunk, PayloadKind kind) const {
@@ -126,6 +127,28 @@ void ChunkManager::release_source(Slot& slot) noexcept {
 // Where there is none in memory, whoever reads the parameters has it brought there.
 void ChunkManager::bind_to_host(ChunkId chunk) noexcept {
   binder_.bind(chunk, payload(chunk, PayloadKind::kParam)->data());
+}
+
+void ChunkManager::take_copy(ChunkId chunk) {
+  Payload& params = *payload(chunk, PayloadKind::kParam);
+  if (!params.needs_copies() || params.has_copy() || params.away()) {
+    return;
+  }
+  params.take_copy(Payload::CopyContents::kStorage);
+  if (!bound(chunk)) {
+    bind_to_host(chunk);
+  }
+}
+
+void ChunkManager::drop_copy(ChunkId chunk) noexcept {
+  Payload& params = *payload(chunk, PayloadKind::kParam);
+  if (!params.has_copy()) {
+    return;
+  }
+  params.drop_copy();
+  if (!bound(chunk)) {
+    bind_to_host(chunk);
+  }
 }
 
 void ChunkManager::fetch(ChunkId chunk) {
@@ -239,7 +262,8 @@ std::size_t ChunkManager::write_back(ChunkId chunk) {
     return 0;
   }
   const Slot& slot = slots_[index(chunk)];
-  const Payload& params = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+  Payload& params = *slot.payloads[static_cast<std::size_t>(PayloadKind::kParam)];
+  params.take_copy(Payload::CopyContents::kStorage);  // where ranks share it, they have not written
   std::byte* data = params.data();
   std::unique_ptr<ParamLease> lease;
   if (stored(chunk)) {

@@ -129,6 +129,13 @@ class ChunkManager {
   }
   /// Returns the ParamStore; nullptr: all host storage is in memory.
   [[nodiscard]] ParamStore* store() const noexcept { return store_; }
+  /// Gives this process a copy of the chunk's parameters in host storage, which it is about to
+  /// write, where other processes use that storage too (Payload::take_copy). No effect on a
+  /// promoted chunk. Throws OutOfMemory.
+  void take_copy(ChunkId chunk);
+  /// Goes back to the parameters in the storage that processes share. Requires that nothing reads
+  /// the copy.
+  void drop_copy(ChunkId chunk) noexcept;
   /// Carries user writes to a promoted chunk over to its masters, as a write-back does with those
   /// to a slot. Called before the chunk's update. No effect on other chunks.
   void settle_writes(ChunkId chunk);
@@ -144,8 +151,9 @@ class ChunkManager {
   [[nodiscard]] bool try_promote(ChunkId chunk);
   /// Makes a promoted chunk a streamed one. Its payloads go to host storage, and its parameters
   /// stay where they are, as a slot that may be pinned, in use, or evicted. Waits for its update.
-  /// Takes no memory. Throws UsageError if the chunk is not promoted, or if an operator pins it.
-  /// Rethrows a copy's failure; nothing has changed then.
+  /// Takes no memory, except for copies of payloads whose host storage processes share. Throws
+  /// OutOfMemory for these. Throws UsageError if the chunk is not promoted, or if an operator pins
+  /// it. Rethrows a copy's failure; the chunk is where it was then.
   void demote(ChunkId chunk);
   /// Demotes the promoted chunk with the latest next use: among those that are not pinned, or else
   /// among those that only modules pin. Returns false when there is none.

@@ -137,6 +137,7 @@ void ChunkManager::demote(ChunkId chunk) {
   for (const auto& payload : slot.payloads) {
     if (payload) {
       payload->await_users();
+      payload->take_copy(Payload::CopyContents::kZeros);  // it may be of this rank alone
       copies.push_back({.source = {payload->data(), payload->bytes()},
                         .target = {payload->host_storage(), payload->bytes()},
                         .direction = CopyDirection::kDeviceToHost,

@@ -46,6 +46,8 @@ class Arena {
   virtual void discard(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {}
   /// Shares the block with forked child processes, where the arena withholds its blocks from them.
   virtual void share_with_children(std::byte* /*data*/, std::size_t /*bytes*/) noexcept {}
+  /// Returns whether other processes use the same memory: what is written to a block is theirs too.
+  [[nodiscard]] virtual bool shared_by_processes() const noexcept { return false; }
   /// Returns a description for reports: "jemalloc arena 3 over mmap, huge pages advised".
   [[nodiscard]] virtual std::string description() const = 0;
 };
@@ -119,6 +121,8 @@ class MemoryTier {
 
   [[nodiscard]] Ledger& ledger() noexcept { return ledger_; }
   [[nodiscard]] const Ledger& ledger() const noexcept { return ledger_; }
+  /// Same as Arena::shared_by_processes.
+  [[nodiscard]] bool shared_by_processes() const noexcept { return arena_->shared_by_processes(); }
   [[nodiscard]] std::string description() const { return arena_->description(); }
   /// Returns the stream that orders the tier's memory now.
   [[nodiscard]] StreamId stream() const noexcept { return stream_ ? stream_->id() : StreamId{}; }

@@ -1,6 +1,7 @@
 #include "core/payload.h"
 
 #include <cassert>
+#include <cstring>
 
 namespace castor {
 
@@ -10,15 +11,47 @@ void Payload::move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept {
   away_ = std::move(block);
   data_ = away_.data();
   tell_followers();
+  copy_.reset();
   host_.discard();
 }
 
 Block Payload::move_to_host() noexcept {
   assert(away());
-  data_ = host_.data();
+  data_ = host_storage();
   tell_followers();
   away_tier_.reset();
   return std::move(away_);
+}
+
+void Payload::take_copy(CopyContents contents) {
+  if (!needs_copies() || has_copy()) {
+    return;
+  }
+  Block copy = copies_->allocate(
+      bytes_,
+      "a rank has values of its own, in a copy, until the ranks have brought theirs together; "
+      "raise host_memory, or make chunks smaller (chunk_bytes)");
+  if (contents == CopyContents::kStorage) {
+    std::memcpy(copy.data(), host_.data(), bytes_);
+  } else {
+    std::memset(copy.data(), 0, bytes_);
+  }
+  copy_ = std::move(copy);
+  if (!away()) {
+    data_ = copy_.data();
+    tell_followers();
+  }
+}
+
+void Payload::drop_copy() noexcept {
+  if (!has_copy()) {
+    return;
+  }
+  if (!away()) {
+    data_ = host_.data();
+    tell_followers();
+  }
+  copy_.reset();
 }
 
 void Payload::add_follower(std::unique_ptr<PayloadFollower> follower) {

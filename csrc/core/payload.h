@@ -53,11 +53,19 @@ class PayloadFollower {
 /// The storage stays allocated, so that the way back cannot fail for want of memory, but its
 /// contents are discarded. Whoever moves a payload copies the bytes and sees to it that nobody uses
 /// them meanwhile. Followers may be added from any thread.
+///
+/// Other processes may use the same storage (MemoryTier::shared_by_processes). Before this process
+/// writes values that are not theirs, it takes a copy of its own, which stands for the storage
+/// until it is dropped.
 class Payload {
  public:
-  Payload(std::shared_ptr<MemoryTier> tier, std::size_t bytes, const std::string& remedy)
+  /// `copies`: the tier of this process's own copies, where other processes use the storage too;
+  /// nullptr where the storage is this process's alone, or the system copies what is written.
+  Payload(std::shared_ptr<MemoryTier> tier, std::size_t bytes, const std::string& remedy,
+          std::shared_ptr<MemoryTier> copies = nullptr)
       : tier_(std::move(tier)),
         host_(tier_->allocate(bytes, remedy)),
+        copies_(std::move(copies)),
         bytes_(host_.bytes()),
         data_(host_.data()) {}
   /// Makes a payload in no memory (on NVMe, or sharded over ranks): a ParamStore has the bytes.
@@ -72,19 +80,39 @@ class Payload {
   }
 
   [[nodiscard]] bool away() const noexcept { return away_tier_ != nullptr; }
-  [[nodiscard]] std::byte* host_storage() const noexcept { return host_.data(); }
+  /// Returns the memory in which the payload is while it is not away: its own copy where there is
+  /// one, else its storage.
+  [[nodiscard]] std::byte* host_storage() const noexcept {
+    return copy_ ? copy_.data() : host_.data();
+  }
+  /// Returns the storage, which other processes may use too.
+  [[nodiscard]] std::byte* storage() const noexcept { return host_.data(); }
+  /// Returns whether other processes use the storage, so that writes need a copy.
+  [[nodiscard]] bool needs_copies() const noexcept { return copies_ != nullptr; }
+  [[nodiscard]] bool has_copy() const noexcept { return static_cast<bool>(copy_); }
+  enum class CopyContents : std::uint8_t { kStorage, kZeros };
+  /// Takes a copy of the storage, which begins with its contents or with zeros. No effect where
+  /// there is one, or none is needed. Throws OutOfMemory.
+  void take_copy(CopyContents contents);
+  /// Goes back to the storage, whose contents count from now on. Requires that nothing reads or
+  /// writes the copy.
+  void drop_copy() noexcept;
   /// Makes the device's stream wait for other users of the payload while it is away
   /// (Block::await_users).
   void await_users() const { away_.await_users(); }
   /// Notes another stream that uses the bytes where they are now (Block::add_user).
   void add_user(StreamId stream) const { (away() ? away_ : host_).add_user(stream); }
-  /// Moves the payload to `block` of `tier`, which has the bytes already. Requires !away().
+  /// Moves the payload to `block` of `tier`, which has the bytes already, and drops its own copy.
+  /// Requires !away().
   void move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept;
   /// Moves the payload back to its storage, which has the bytes already, and returns the block
   /// where they were. Requires away().
   Block move_to_host() noexcept;
   /// Lets forked processes use the payload's storage too, for a payload that outlives its session.
-  void share_with_children() noexcept { host_.share_with_children(); }
+  void share_with_children() noexcept {
+    host_.share_with_children();
+    copy_.share_with_children();
+  }
   /// Tells `follower` of moves from now on, until it is not alive any more.
   void add_follower(std::unique_ptr<PayloadFollower> follower);
 
@@ -93,6 +121,8 @@ class Payload {
 
   std::shared_ptr<MemoryTier> tier_;  // destroyed after host_; nullptr: on NVMe
   Block host_;
+  std::shared_ptr<MemoryTier> copies_;  // destroyed after copy_
+  Block copy_;
   std::size_t bytes_;
   std::shared_ptr<MemoryTier> away_tier_;  // destroyed after away_; nullptr: not away
   Block away_;

@@ -263,6 +263,16 @@ std::optional<Pin> Runtime::pin_for_operator(ChunkId chunk, StreamId stream, Pay
   return there ? std::optional(manager_.pin_for_operator(chunk, stream)) : std::nullopt;
 }
 
+void Runtime::take_copy(ChunkId chunk) {
+  const MutexLock lock(mutex_);
+  manager_.take_copy(chunk);
+}
+
+void Runtime::drop_copy(ChunkId chunk) {
+  const MutexLock lock(mutex_);
+  manager_.drop_copy(chunk);
+}
+
 void Runtime::unpin(std::vector<Pin>& pins) noexcept {
   {
     const MutexLock lock(mutex_);

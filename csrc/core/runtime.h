@@ -87,6 +87,9 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::optional<Pin> pin_for_operator(ChunkId chunk, StreamId stream = {},
                                                     PayloadKind used = PayloadKind::kParam);
   void unpin(std::vector<Pin>& pins) noexcept;
+  /// Same as ChunkManager::take_copy, and drop_copy.
+  void take_copy(ChunkId chunk);
+  void drop_copy(ChunkId chunk);
   /// Sends a chunk whose gradients are complete to its host storage, with user writes, so that it
   /// can be updated while backward goes on. Returns false, and changes nothing, while the chunk is
   /// pinned.

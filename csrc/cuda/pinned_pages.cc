@@ -44,6 +44,17 @@ cudaError_t unregister_pages(std::byte* data, int device) noexcept {
 
 }  // namespace
 
+std::shared_ptr<void> lock_pages(std::span<std::byte> pages, int device) {
+  if (const cudaError_t error = register_pages(pages.data(), pages.size(), device);
+      error != cudaSuccess) {
+    throw CudaError(error, "page-locking " + format_bytes(pages.size()));
+  }
+  return {pages.data(), [device](void* data) {
+            // A failure leaves the pages locked until the process ends.
+            static_cast<void>(unregister_pages(static_cast<std::byte*>(data), device));
+          }};
+}
+
 PinnedPages::PinnedPages(std::unique_ptr<PageSource> upstream, int device)
     : upstream_(std::move(upstream)), device_(device) {}
 

@@ -6,12 +6,18 @@
 #include <cstddef>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "core/mutex.h"
 #include "core/page_source.h"
 
 namespace castor::cuda {
+
+/// Registers pages with CUDA until the returned object goes: pages of a mapping that several
+/// processes have may be registered by each of them. `device`: as for PinnedPages. Throws CudaError
+/// where CUDA, or the system, refuses.
+[[nodiscard]] std::shared_ptr<void> lock_pages(std::span<std::byte> pages, int device);
 
 /// Adaptor that registers the pages of another source with CUDA. Copies to and from registered
 /// pages need no staging and overlap with computation; kernels of every device read and write them

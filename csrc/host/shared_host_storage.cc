@@ -43,6 +43,13 @@ std::size_t page_bytes() {
 
 }  // namespace
 
+/// The mapping in which what a process writes is seen by all.
+struct SharedHostStorage::Common {
+  SharedMapping mapping;
+  std::size_t bytes = 0;
+  std::shared_ptr<void> lock;  // of its pages; destroyed first
+};
+
 /// The mapping in which what this process writes is its own; processes that it forks do not get it.
 class SharedHostStorage::View {
  public:
@@ -210,11 +217,46 @@ class SharedHostStorage::ViewArena final : public Arena {
   std::atomic<std::size_t> taken_ = 0;
 };
 
+class SharedHostStorage::CommonArena final : public Arena {
+ public:
+  explicit CommonArena(std::shared_ptr<Common> common) : common_(std::move(common)) {}
+
+  [[nodiscard]] std::byte* allocate(std::size_t bytes) override {
+    const std::size_t begin = taken_.fetch_add(size_of(bytes));
+    if (begin + bytes > common_->bytes) {
+      throw OutOfMemory(TierKind::kHost, bytes, common_->bytes - std::min(begin, common_->bytes),
+                        common_->bytes, "the ranks' host storage was made for other chunks");
+    }
+    return common_->mapping.data() + begin;
+  }
+  // Its place is not lent out again.
+  void deallocate(std::byte* /*data*/, std::size_t /*bytes*/) noexcept override {}
+  [[nodiscard]] bool shared_by_processes() const noexcept override { return true; }
+  [[nodiscard]] std::string description() const override {
+    return "memory that the ranks of this machine share, page-locked";
+  }
+
+ private:
+  const std::shared_ptr<Common> common_;
+  std::atomic<std::size_t> taken_ = 0;
+};
+
 SharedHostStorage::SharedHostStorage(int file, std::size_t bytes)
-    : common_(file, bytes), view_(std::make_shared<View>(file, bytes)) {
-  if (common_.data() == nullptr) {
+    : common_(std::make_shared<Common>(
+          Common{.mapping = SharedMapping(file, bytes), .bytes = bytes, .lock = nullptr})),
+      view_(std::make_shared<View>(file, bytes)) {
+  if (common_->mapping.data() == nullptr) {
     fail("mapping the ranks' host storage");
   }
+}
+
+SharedHostStorage::SharedHostStorage(int file, std::size_t bytes, const LockPages& lock_pages)
+    : common_(std::make_shared<Common>(
+          Common{.mapping = SharedMapping(file, bytes), .bytes = bytes, .lock = nullptr})) {
+  if (common_->mapping.data() == nullptr) {
+    fail("mapping the ranks' host storage");
+  }
+  common_->lock = lock_pages(all());
 }
 
 SharedHostStorage::~SharedHostStorage() = default;
@@ -222,23 +264,38 @@ SharedHostStorage::~SharedHostStorage() = default;
 std::size_t SharedHostStorage::size_of(std::size_t bytes) { return align_up(bytes, page_bytes()); }
 
 std::unique_ptr<Arena> SharedHostStorage::make_arena() const {
+  if (view_ == nullptr) {
+    return std::make_unique<CommonArena>(common_);
+  }
   return std::make_unique<ViewArena>(view_);
 }
 
+std::span<std::byte> SharedHostStorage::all() const noexcept {
+  return {common_->mapping.data(), common_->bytes};
+}
+
 bool SharedHostStorage::contains(const std::byte* in_view) const noexcept {
-  return in_view >= view_->data() && in_view < view_->data() + view_->bytes();
+  const std::byte* const begin = view_ == nullptr ? common_->mapping.data() : view_->data();
+  return in_view >= begin && in_view < begin + common_->bytes;
 }
 
 std::byte* SharedHostStorage::common(const std::byte* in_view) const noexcept {
   assert(contains(in_view));
-  return common_.data() + (in_view - view_->data());
+  const std::byte* const begin = view_ == nullptr ? common_->mapping.data() : view_->data();
+  return common_->mapping.data() + (in_view - begin);
 }
 
 void SharedHostStorage::begin_copy(std::span<std::byte> block) const {
+  if (view_ == nullptr) {
+    return;
+  }
   view_->begin_copy(block.data(), size_of(block.size()));
 }
 
 void SharedHostStorage::publish(std::span<const std::byte> bytes) const {
+  if (view_ == nullptr) {
+    return;
+  }
   view_->for_each_copied(bytes, [&](std::span<const std::byte> pages) {
     const std::byte* const begin = std::max(pages.data(), bytes.data());
     const std::byte* const end = std::min(pages.data() + pages.size(), bytes.data() + bytes.size());
@@ -247,6 +304,9 @@ void SharedHostStorage::publish(std::span<const std::byte> bytes) const {
 }
 
 void SharedHostStorage::forget_within(std::span<std::byte> bytes) const {
+  if (view_ == nullptr) {
+    return;
+  }
   const std::size_t page = page_bytes();
   const auto first = static_cast<std::size_t>(bytes.data() - view_->data());
   const std::size_t begin = align_up(first, page);
@@ -257,6 +317,9 @@ void SharedHostStorage::forget_within(std::span<std::byte> bytes) const {
 }
 
 void SharedHostStorage::forget(std::span<std::byte> block) const {
+  if (view_ == nullptr) {
+    return;
+  }
   if (view_->end_copy(block.data(), size_of(block.size()))) {
     return;
   }

@@ -34,10 +34,12 @@ class DeviceStaging {
   /// Copies this part of on_host() into the payload. Rethrows a copy's failure.
   void send(const Payload& payload, std::span<const std::byte> part);
 
- private:
+  /// Returns whether the payload's bytes are where the host does not address them.
   [[nodiscard]] bool staged(const Payload& payload) const noexcept {
     return copies_ != nullptr && payload.tier() == TierKind::kDevice;
   }
+
+ private:
   /// Returns the bytes of the payload, in memory of the device, that belong to a part of on_host().
   [[nodiscard]] std::span<std::byte> on_device(const Payload& payload,
                                                std::span<const std::byte> part) const noexcept {

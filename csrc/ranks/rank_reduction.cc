@@ -28,13 +28,15 @@ std::size_t RankReduction::window_bytes(std::size_t largest, Collectives& ranks,
   return relayed ? GradientRelay::window_bytes(piece, ranks) : piece;
 }
 
-void RankReduction::reduce(const Payload& gradients, ScalarType type) {
-  const bool shared =
-      shared_storage_ != nullptr && shared_storage_->contains(gradients.host_storage());
+void RankReduction::reduce(Payload& gradients, ScalarType type) {
+  const bool shared = shared_storage_ != nullptr && shared_storage_->contains(gradients.storage());
+  if (shared && staging_.staged(gradients)) {
+    gradients.take_copy(Payload::CopyContents::kZeros);
+  }
   const std::span<std::byte> all = staging_.on_host(gradients);
   staging_.bring(gradients, all);
   if (shared && ranks_.messages() != nullptr) {
-    GradientRelay(ranks_, all, shared_storage_->common(gradients.host_storage()), type, executor_,
+    GradientRelay(ranks_, all, shared_storage_->common(gradients.storage()), type, executor_,
                   {window_.data(), window_.bytes()}, figures_)
         .run();
   } else {
@@ -45,9 +47,13 @@ void RankReduction::reduce(const Payload& gradients, ScalarType type) {
     return;
   }
   meet(*ranks_.node());
-  if (gradients.away()) {
-    std::memcpy(gradients.data(), shared_storage_->common(gradients.host_storage()),
-                gradients.bytes());
+  if (staging_.staged(gradients)) {
+    gradients.drop_copy();
+    staging_.send(gradients, staging_.on_host(gradients));
+  } else if (gradients.away()) {
+    std::memcpy(gradients.data(), shared_storage_->common(gradients.storage()), gradients.bytes());
+  } else if (gradients.has_copy()) {
+    gradients.drop_copy();
   } else {
     shared_storage_->forget({gradients.host_storage(), gradients.bytes()});
   }
@@ -65,9 +71,8 @@ void RankReduction::exchange(const Payload& gradients, std::span<std::byte> all,
     average(&executor_, own.data(), parts.data(), ranks_.size(), own.size() / size_of(type), type);
     if (shared) {
       // Every rank has sent what it has of this piece.
-      std::memcpy(
-          shared_storage_->common(gradients.host_storage() + begin) + ranks_.rank() * own.size(),
-          own.data(), own.size());
+      std::memcpy(shared_storage_->common(gradients.storage() + begin) + ranks_.rank() * own.size(),
+                  own.data(), own.size());
     } else {
       ranks_.all_gather(own, piece);
     }

@@ -48,7 +48,9 @@ class RankReduction {
   [[nodiscard]] static std::size_t window_bytes(std::size_t largest, Collectives& ranks,
                                                 const SharedHostStorage* shared_storage);
 
-  void reduce(const Payload& gradients, ScalarType type);
+  /// Averages `gradients`, and drops their own copy (Payload::take_copy). Throws OutOfMemory where
+  /// they are on a device and their host storage is shared: they pass through such a copy.
+  void reduce(Payload& gradients, ScalarType type);
   /// Writes the mean of this rank's shard alone into `shard`, apart from `gradients`: a
   /// reduce-scatter, which sends (n-1)/n of the bytes.
   void reduce_scatter(std::span<const std::byte> gradients, std::span<std::byte> shard,

@@ -11,8 +11,8 @@ namespace castor {
 
 void share_bytes(const SharedHostStorage& shared_storage, const Payload& weights,
                  std::span<const std::byte> own) {
-  if (weights.away()) {
-    std::memcpy(shared_storage.common(weights.host_storage()) + (own.data() - weights.data()),
+  if (weights.away() || weights.has_copy()) {
+    std::memcpy(shared_storage.common(weights.storage()) + (own.data() - weights.data()),
                 own.data(), own.size());
   } else {
     shared_storage.publish(own);
@@ -23,8 +23,22 @@ std::byte* RankWeights::begin_update(const Payload& weights) {
   if (!shared(weights) || weights.away()) {
     return weights.data();
   }
-  share_bytes(*shared_storage_, weights, shard_of(weights));
-  return shared_storage_->common(weights.host_storage());
+  share_own(weights);
+  return shared_storage_->common(weights.storage());
+}
+
+void RankWeights::publish_copy(const Payload& weights) {
+  if (shared(weights) && weights.has_copy()) {
+    share_own(weights);
+  }
+}
+
+void RankWeights::share_own(const Payload& weights) {
+  if (staging_.staged(weights)) {
+    staging_.bring(weights, shard_of(staging_.on_host(weights)));  // the common memory
+  } else {
+    share_bytes(*shared_storage_, weights, shard_of(weights));
+  }
 }
 
 void RankWeights::gather(std::span<const Payload* const> weights) {
@@ -37,7 +51,7 @@ void RankWeights::gather(std::span<const Payload* const> weights) {
     }
     any_shared = true;
     if (one->away()) {
-      share_bytes(*shared_storage_, *one, shard_of(*one));
+      share_own(*one);
     }
   }
   if (any_shared) {
@@ -62,7 +76,7 @@ void RankWeights::settle(std::span<const Payload* const> weights) {
   }
   for (const Payload* const one : weights) {
     if (shared(*one)) {
-      share_bytes(*shared_storage_, *one, shard_of(*one));
+      share_own(*one);
     }
   }
   take_remote_shards(weights);
@@ -88,7 +102,7 @@ void RankWeights::exchange_between_nodes(std::span<const Payload* const> weights
       continue;
     }
     const std::size_t shard = weights[i]->bytes() / ranks_->size();
-    std::byte* const common = shared_storage_->common(weights[i]->host_storage());
+    std::byte* const common = shared_storage_->common(weights[i]->storage());
     const auto tag = static_cast<std::uint32_t>(i);
     others.for_each([&](std::size_t node) {
       pending.push_back(others.receive(node, tag, {common + others.rank_on(node) * shard, shard}));
@@ -100,15 +114,21 @@ void RankWeights::exchange_between_nodes(std::span<const Payload* const> weights
 }
 
 // Those in common memory are what they should be.
-void RankWeights::take_remote_shards(const Payload& weights) const {
+void RankWeights::take_remote_shards(const Payload& weights) {
   if (!weights.away()) {
     shared_storage_->forget({weights.host_storage(), weights.bytes()});
     return;
   }
-  const std::byte* const common = shared_storage_->common(weights.host_storage());
+  const std::byte* const common = shared_storage_->common(weights.storage());
   const std::span<std::byte> own = shard_of(weights);
   const auto before = static_cast<std::size_t>(own.data() - weights.data());
   const std::size_t after = before + own.size();
+  if (staging_.staged(weights)) {
+    const std::span<const std::byte> all = staging_.on_host(weights);
+    staging_.send(weights, all.first(before));
+    staging_.send(weights, all.subspan(after));
+    return;
+  }
   std::memcpy(weights.data(), common, before);
   std::memcpy(weights.data() + after, common + after, weights.bytes() - after);
 }

@@ -14,7 +14,7 @@
 namespace castor {
 
 /// Writes `own` to the memory that all ranks have in common. `own` is a range of weights whose host
-/// storage is shared; it lies where the payload is now, in host storage or resident on the device.
+/// storage is shared; it lies where the payload is now, in memory that the host addresses.
 void share_bytes(const SharedHostStorage& shared_storage, const Payload& weights,
                  std::span<const std::byte> own);
 
@@ -44,6 +44,9 @@ class RankWeights {
   /// Returns the memory in which this rank's shard of the weights is to be updated, as the address
   /// of the full weights. Values that were written to the shard outside of updates are kept.
   [[nodiscard]] std::byte* begin_update(const Payload& weights);
+  /// Writes this rank's shard of weights in a copy of its own (Payload::take_copy) to the common
+  /// memory, before the copy is dropped. No effect where there is none.
+  void publish_copy(const Payload& weights);
   /// Replaces each shard of the weights by that of the rank that has updated it.
   void gather(std::span<const Payload* const> weights);
   /// Gives all ranks each rank's shard of weights that were written outside of updates. No effect
@@ -57,8 +60,10 @@ class RankWeights {
 
  private:
   [[nodiscard]] bool shared(const Payload& weights) const noexcept {
-    return shared_storage_ != nullptr && shared_storage_->contains(weights.host_storage());
+    return shared_storage_ != nullptr && shared_storage_->contains(weights.storage());
   }
+  /// Writes this rank's shard to the common memory.
+  void share_own(const Payload& weights);
   /// Returns this rank's shard.
   [[nodiscard]] std::span<std::byte> shard_of(std::span<std::byte> weights) const {
     const std::size_t shard = weights.size() / ranks_->size();
@@ -70,7 +75,7 @@ class RankWeights {
   void gather_shards(const Payload& weights);
   // Of weights with shared host storage, for which all ranks give their shards.
   void take_remote_shards(std::span<const Payload* const> weights);
-  void take_remote_shards(const Payload& weights) const;
+  void take_remote_shards(const Payload& weights);
   void exchange_between_nodes(std::span<const Payload* const> weights);
 
   const std::shared_ptr<Collectives> ranks_;

@@ -168,7 +168,8 @@ SharedFile share_file(Collectives& group, std::size_t node, std::size_t bytes) {
   return shared;
 }
 
-NodeHostStorage share_host_storage(Collectives& group, std::size_t node, std::size_t bytes) {
+NodeHostStorage share_host_storage(Collectives& group, std::size_t node, std::size_t bytes,
+                                   const SharedHostStorage::LockPages& lock_pages) {
   SharedFile shared = share_file(group, node, bytes);
   if (!shared.refusal.empty()) {
     return {.storage = nullptr, .refusal = std::move(shared.refusal)};
@@ -176,7 +177,9 @@ NodeHostStorage share_host_storage(Collectives& group, std::size_t node, std::si
   NodeHostStorage result;
   std::string refusal;
   try {
-    result.storage = std::make_unique<SharedHostStorage>(shared.file.get(), bytes);
+    result.storage = lock_pages
+                         ? std::make_unique<SharedHostStorage>(shared.file.get(), bytes, lock_pages)
+                         : std::make_unique<SharedHostStorage>(shared.file.get(), bytes);
   } catch (const Error& error) {
     refusal = error.what();
   }

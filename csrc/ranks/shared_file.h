@@ -41,8 +41,10 @@ struct NodeHostStorage {
 };
 
 /// Makes host storage that the ranks of each machine share, in a file of share_file().
-[[nodiscard]] NodeHostStorage share_host_storage(Collectives& group, std::size_t node,
-                                                 std::size_t bytes);
+/// `lock_pages`: locks it for a device; empty where nothing does.
+[[nodiscard]] NodeHostStorage share_host_storage(
+    Collectives& group, std::size_t node, std::size_t bytes,
+    const SharedHostStorage::LockPages& lock_pages = {});
 
 /// Returns the reason of the first rank that refuses something, "" where none does. `own` is this
 /// rank's reason.

@@ -20,7 +20,7 @@ class ChunkGradients {
 
   /// Returns the chunk's gradient payload; nullptr where the chunk is frozen, or its gradients are
   /// sharded.
-  [[nodiscard]] virtual const Payload* payload(ChunkId chunk) const = 0;
+  [[nodiscard]] virtual Payload* payload(ChunkId chunk) const = 0;
   /// Returns whether the parameter had a gradient when the step was closed.
   [[nodiscard]] virtual bool present(ParamId param) const = 0;
   /// Returns whether nobody has written the parameter's gradient since castor did.

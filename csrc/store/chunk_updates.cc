@@ -91,6 +91,15 @@ void ChunkUpdates::add_segments(std::span<const ParamUpdate> updates, const Chun
   }
 }
 
+void ChunkUpdates::begin(ChunkId chunk) {
+  places_.begin_update(chunk);
+  if (ranks_ != nullptr && !places_.sharded(chunk) && places_.weights(chunk).has_copy()) {
+    reads_.wait(chunk);
+    places_.await_host_storage_reads(chunk);
+    ranks_->publish_copy(places_.weights(chunk));
+  }
+}
+
 void ChunkUpdates::run_on_host(std::span<UpdateSegment> segments) const {
   for_each_rule(*rule_, segments,
                 [this](const UpdateRule& rule, auto of_rule) { rule.update(executor_, of_rule); });

@@ -51,7 +51,7 @@ class ChunkUpdates {
   [[nodiscard]] ParamUpdate update_of(ParamId param, const RuleOptions& options, std::int64_t step,
                                       double grad_scale) const;
   /// Announces that updates of the chunk are about to run, or to be queued, on every rank.
-  void begin(ChunkId chunk) const { places_.begin_update(chunk); }
+  void begin(ChunkId chunk);
   /// Runs updates of one chunk. On return, payloads on NVMe may still be on their way there. On the
   /// device the updates have been given to the stream, and the shards of other ranks come with
   /// gather().

@@ -110,6 +110,12 @@ class DeviceBackend {
   /// Makes the arena of host storage, in memory that the device addresses. The arena may outlive
   /// the backend.
   [[nodiscard]] virtual std::unique_ptr<Arena> make_host_arena() = 0;
+  /// Locks pages of the host, which other processes may have mapped too, for the device's copies
+  /// and kernels. They are unlocked when the returned object goes; it may outlive the backend.
+  /// nullptr: the device addresses all host memory. Throws Error where the system refuses.
+  [[nodiscard]] virtual std::shared_ptr<void> lock_pages(std::span<std::byte> /*pages*/) {
+    return nullptr;
+  }
   /// Charges torch's allocations on the device to the account from now on, until the account is
   /// gone. Tells it of the allocations that are there already. On the CPU device, charges only
   /// allocations for which Passes names an account.

@@ -67,7 +67,7 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
 bool RankGradients::in_shared_host_storage(ChunkId chunk) const {
   const Payload* const payload = gradients_.payload(chunk);
   return shared_storage_ != nullptr && payload != nullptr && !payload->away() &&
-         shared_storage_->contains(payload->host_storage());
+         shared_storage_->contains(payload->storage());
 }
 
 void RankGradients::arriving(ChunkId chunk, OperatorGate& gate) {
@@ -88,6 +88,11 @@ void RankGradients::arriving(ChunkId chunk, OperatorGate& gate) {
   }
   gate.pass(gradient_group(layout_, chunk));  // the last update may still read what it will hide
   gradients_.leave_to_holders(chunk);
+  if (!sharded(chunk) && copied_as_block(chunk)) {
+    gradients_.payload(chunk)->take_copy(gradients_.seen(chunk) ? Payload::CopyContents::kStorage
+                                                                : Payload::CopyContents::kZeros);
+    return;
+  }
   take_copy(chunk);
   if (!sharded(chunk) && !gradients_.seen(chunk)) {
     shared_storage_->begin_copy(
@@ -105,6 +110,14 @@ void RankGradients::forget_last_step(OperatorGate& gate) {
     if (!copied(chunk) || gradients_.seen(chunk)) {
       continue;
     }
+    if (in_shared_host_storage(chunk) && copied_as_block(chunk)) {
+      if (gradients_.payload(chunk)->has_copy()) {
+        gate.pass(gradient_group(layout_, chunk));  // the last update may still read it
+        gradients_.fence()->wait();                 // and so may kernels
+        gradients_.payload(chunk)->drop_copy();
+      }
+      continue;
+    }
     if (in_shared_host_storage(chunk)) {
       shared_storage_->forget(
           {gradients_.payload(chunk)->host_storage(), gradients_.payload(chunk)->bytes()});
@@ -116,6 +129,9 @@ void RankGradients::forget_last_step(OperatorGate& gate) {
 }
 
 bool RankGradients::has_copy(ChunkId chunk) {
+  if (copied_as_block(chunk)) {
+    return gradients_.payload(chunk)->has_copy();
+  }
   const MutexLock lock(mutex_);
   return copies_[index(chunk)].bytes() > 0;
 }
@@ -126,6 +142,10 @@ void RankGradients::take_copy(ChunkId chunk) {
     return;
   }
   const MutexLock lock(mutex_);
+  if (copied_as_block(chunk)) {
+    gradients_.payload(chunk)->take_copy(Payload::CopyContents::kStorage);
+    return;
+  }
   Reservation& copy = copies_[index(chunk)];
   if (copy.bytes() == 0) {
     copy = pay_for_copy(chunk);
@@ -141,13 +161,28 @@ Reservation RankGradients::pay_for_copy(ChunkId chunk) {
 void RankGradients::writing_all() {
   const MutexLock lock(mutex_);
   std::vector<Reservation> taken(copies_.size());  // given back where one finds no room
+  std::vector<Payload*> copied;                    // likewise
   for (std::size_t i = 0; i < copies_.size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     const auto& params = layout_.chunk(chunk).params;
     const bool any = std::any_of(params.begin(), params.end(),
                                  [this](ParamId param) { return gradients_.present(param); });
-    if (any && in_shared_host_storage(chunk) && copies_[i].bytes() == 0) {
+    if (!any || !in_shared_host_storage(chunk)) {
+      continue;
+    }
+    Payload* const payload = gradients_.payload(chunk);
+    if (!copied_as_block(chunk) && copies_[i].bytes() == 0) {
       taken[i] = pay_for_copy(chunk);
+    } else if (copied_as_block(chunk) && !payload->has_copy()) {
+      try {
+        payload->take_copy(Payload::CopyContents::kStorage);
+      } catch (...) {
+        for (Payload* const one : copied) {
+          one->drop_copy();
+        }
+        throw;
+      }
+      copied.push_back(payload);
     }
   }
   for (std::size_t i = 0; i < copies_.size(); ++i) {

@@ -98,6 +98,10 @@ class RankGradients {
   // Takes this rank's full copy of a chunk's gradients.
   void take_copy(ChunkId chunk);
   [[nodiscard]] bool has_copy(ChunkId chunk);  // in shared host storage; not for shards
+  // Returns whether copies of shared host storage are blocks (Payload::take_copy), and no pages.
+  [[nodiscard]] bool copied_as_block(ChunkId chunk) const {
+    return gradients_.payload(chunk)->needs_copies();
+  }
   [[nodiscard]] Reservation pay_for_copy(ChunkId chunk);
   void drop_copy(ChunkId chunk);
   void forget_last_step(OperatorGate& gate);

@@ -26,15 +26,18 @@ RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Plac
     return;
   }
   nodes_ = options.ranks->passes->size() / sharing;
-  if (nodes_ > 1 && options.zero_stage > 1) {
+  const bool locked = options.backend->computes_by_itself();
+  if ((nodes_ > 1 || locked) && options.zero_stage > 1) {
     refusal_ = "zero_stage=" + std::to_string(options.zero_stage) + " shards it over all ranks";
     return;
   }
-  if (options.backend->computes_by_itself()) {
-    // Pages that are locked for a device's copies are never copied on writing: the view of a rank
-    // (SharedHostStorage) would have none of its own any more.
-    refusal_ = "on GPUs each rank has its own, page-locked";
+  if (locked && nodes_ > 1) {
+    refusal_ = "on GPUs of several machines each rank has its own, page-locked";
     return;
+  }
+  SharedHostStorage::LockPages lock_pages;
+  if (locked) {
+    lock_pages = [&](std::span<std::byte> pages) { return options.backend->lock_pages(pages); };
   }
   std::size_t weights = 0;
   std::size_t gradients = 0;
@@ -60,8 +63,11 @@ RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Plac
     if (bytes == 0 || !refusal_.empty()) {
       return;
     }
-    NodeHostStorage shared = share_host_storage(*options.ranks->passes, sharing, bytes);
+    NodeHostStorage shared = share_host_storage(*options.ranks->passes, sharing, bytes, lock_pages);
     refusal_ = std::move(shared.refusal);
+    if (locked && !refusal_.empty()) {
+      refusal_ = "each rank has its own, page-locked, as " + refusal_;
+    }
     if (shared.storage) {
       kind.storage = std::move(shared.storage);
       kind.share = host.ledger().reserve((bytes + sharing - 1) / sharing,

@@ -19,7 +19,8 @@ namespace castor {
 ///
 /// There is no shared storage in these cases:
 /// - The ranks share no memory.
-/// - The device computes by itself: it copies from page-locked host storage of each rank.
+/// - The device computes by itself, and its ranks run on several machines, or the system refuses to
+///   lock the pages for it.
 /// - Another optimizer than castor's updates the chunk. It updates full parameters on every rank,
 ///   which would leave each rank with a copy.
 /// - The host storage is sharded over the ranks of several machines (ShardedHostStorage).

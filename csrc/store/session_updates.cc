@@ -154,6 +154,15 @@ void SessionUpdates::end_reads_of_shards() {
   parts_.memory.sharded_host_storage().shards()->await_exchanges();
 }
 
+void SessionUpdates::await_reads_of_ranks() {
+  const SessionDevice& device = parts_.memory.device();
+  const auto& weights = parts_.memory.rank_host_storage().weights().storage;
+  if (weights && device.computes_by_itself()) {
+    device.await();
+    device.host_writes(weights->all());
+  }
+}
+
 void SessionUpdates::begin_update() {
   runtime_->begin_update();
   if (parts_.memory.sharded_host_storage().stage() == 3) {
@@ -206,6 +215,7 @@ void SessionUpdates::begin_load(RunLoad load) {
       runtime_->move_to_host();
       end_reads_of_shards();
     }
+    await_reads_of_ranks();
     ranks_->begin_load();
   }
   note_torn_payloads();
@@ -221,6 +231,17 @@ void SessionUpdates::loading(RunLoad load) {
   if (parts_.chunks.weights() != nullptr && parts_.memory.sharded_host_storage().stage() != 3 &&
       load.weights == LoadedWeights::kAll) {
     parts_.chunks.weights()->discard_parameters();
+  }
+}
+
+void SessionUpdates::share_weights() {
+  if (!ranks_) {
+    return;
+  }
+  ranks_->end_load(states_);
+  for (std::size_t i = 0; i < num_chunks(); ++i) {
+    states_.await_host_storage_reads(chunk_id(i));
+    runtime_->drop_copy(chunk_id(i));
   }
 }
 
@@ -268,8 +289,13 @@ std::shared_ptr<void> SessionUpdates::visit(std::shared_ptr<void> owner,
     const bool in_no_memory = used == PayloadKind::kParam
                                   ? chunks.stored(chunk)
                                   : chunks.manager().gradients_stored(chunk);
-    if (!visit->chunks.add(chunk, stream, used) && in_no_memory) {
+    if (visit->chunks.add(chunk, stream, used)) {
+      continue;
+    }
+    if (in_no_memory) {
       in_window.push_back({.part = use.group, .writes = use.writes});
+    } else if (used == PayloadKind::kParam && use.writes) {
+      runtime_->take_copy(chunk);
     }
   }
   if (!in_window.empty()) {

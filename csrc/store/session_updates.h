@@ -78,6 +78,9 @@ class SessionUpdates {
   void completed(ChunkId chunk);
   /// Prepares for an operator of this rank's that writes gradients of the chunk.
   void writing(ChunkId chunk);
+  /// Waits until the device has read the weights in storage that other ranks are about to write: by
+  /// copies, and by kernels. Comes before the ranks meet for a step or a load.
+  void await_reads_of_ranks();
   /// Lets the gradients be closed: every chunk goes to its host storage, and nothing is under way
   /// that reads weights or brings gradients.
   void begin_update();
@@ -94,6 +97,9 @@ class SessionUpdates {
   void begin_load(RunLoad load);
   void loading(RunLoad load);
   void loaded(RunLoad load) { integrity_.loaded(load); }
+  /// Lets each rank read again what others keep. Every rank calls it once it has replaced its
+  /// weights.
+  void share_weights();
 
   /// Waits until nothing uses the memory of the gate's group.
   void settle_group(std::size_t group);

@@ -330,7 +330,7 @@ void StateStore::write_shards(ParamId param, std::span<const std::byte> values) 
 // So that a rank does not keep a copy of all that it has overwritten.
 void StateStore::share_host_storage(ParamId param) const {
   const Payload& chunk = weights(layout_.place(param).chunk);
-  if (shared_storage_ == nullptr || !shared_storage_->contains(chunk.host_storage())) {
+  if (shared_storage_ == nullptr || !shared_storage_->contains(chunk.storage())) {
     return;
   }
   std::byte* const first = element(param, PayloadKind::kParam);

@@ -178,6 +178,7 @@ void Updater::run_now(std::span<const std::vector<ParamUpdate>> updates) {
     if (!updates[i].empty()) {
       chunks.push_back(ChunkId{static_cast<std::uint32_t>(i)});
       parts_.updates.begin(chunks.back());
+      parts_.runtime.drop_copy(chunks.back());
     }
   }
   const ChunkPins held(parts_.runtime, parts_.device, chunks);
@@ -229,6 +230,7 @@ void Updater::submit(ChunkId chunk, const std::vector<ParamUpdate>& updates) {
   parts_.updates.begin(chunk);
   parts_.gate.close(index(chunk));
   parts_.gate.close(gradient_group(parts_.layout, chunk));
+  parts_.runtime.drop_copy(chunk);
   const CopyTicket gradients = parts_.gradients.last_copy_of(chunk);
   // The device may have written gradients where they are, beside those that were copied.
   const std::shared_ptr<ComputeFence> fence = parts_.device.fence();

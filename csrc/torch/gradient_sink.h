@@ -93,7 +93,7 @@ class GradientSink final : public ChunkGradients {
   void make_present(ParamId param, double scale) override;
   void average(ChunkId chunk, const std::function<void()>& work) override;
   void hand_over(ChunkId chunk) override { fresh_[index(chunk)] = false; }
-  [[nodiscard]] const Payload* payload(ChunkId chunk) const override {
+  [[nodiscard]] Payload* payload(ChunkId chunk) const override {
     return manager_.payload(chunk, PayloadKind::kGrad).get();
   }
 

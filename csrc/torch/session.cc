@@ -80,7 +80,11 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
               {.binder = storages_,
                .params = storages_,
                .gradients = absent_gradients_,
-               .released = [this](const auto& payloads) { storages_.release_to_host(payloads); }}),
+               .released =
+                   [this](const auto& payloads) {
+                     keep_apart(payloads);
+                     storages_.release_to_host(payloads);
+                   }}),
       gradients_(chunks_.manager(), params_, chunks_.weights(), chunks_.gradient_shards(),
                  absent_gradients_, memory_.executor(), memory_.device(),
                  options.precision == ScalarType::kFloat16,
@@ -151,6 +155,27 @@ Session::~Session() {
   passes_->abandon();  // one may be under way: its end asks the ranks
   updates_.leave();
   chunks_.end();  // optimizer_state_ hears of what users have written on the device
+}
+
+// Gives tensors that outlive the session weights that no other rank writes, as far as the host has
+// room for them.
+void Session::keep_apart(std::span<const std::shared_ptr<Payload>> weights) const {
+  const auto outlives = [this](ParamId param) {
+    const ParamHandle& own = params_[index(param)];
+    const std::size_t handles = own.leaf.is_same(own.local) ? 2 : 1;
+    return uses_of(*own.local.unsafeGetTensorImpl()) > handles ||
+           uses_of(storages_.storage(param)) > 2;  // this session's, and that tensor's
+  };
+  try {
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      if (std::ranges::any_of(memory_.layout().chunks()[i].params, outlives)) {
+        weights[i]->take_copy(Payload::CopyContents::kStorage);
+      }
+    }
+  } catch (const OutOfMemory& error) {
+    TORCH_WARN("weights that outlive a boosted model stay in memory that other ranks write: ",
+               error.what());
+  }
 }
 
 // Nothing here allocates payload memory: once the first parameter moves, all will. What else lies
@@ -395,6 +420,7 @@ void Session::reduce_gradients(std::optional<std::size_t> optimizer) {
   param_memory_.take_up_all();
   if (SessionRanks* const ranks = updates_.ranks()) {
     const GilRelease released;
+    updates_.await_reads_of_ranks();
     ranks->gradients().begin_step(optimizer, *gate_);
   }
 }

@@ -212,6 +212,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void guard_weights();
   void check_requirements() const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
+  void keep_apart(std::span<const std::shared_ptr<Payload>> weights) const;
   void check_consistent();     ///< Throws UsageError unless consistent().
   void check_process() const;  ///< Throws UsageError in a forked child.
   /// Returns whether somebody holds another tensor over the chunk's weights or states, which the

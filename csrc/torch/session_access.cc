@@ -33,11 +33,7 @@ void Session::begin_load(RunLoad load) {
   updates_.loading(load);
 }
 
-void Session::share_weights() {
-  if (SessionRanks* const ranks = updates_.ranks()) {
-    ranks->end_load(updates_.states());
-  }
-}
+void Session::share_weights() { updates_.share_weights(); }
 
 // A failure comes out once as what it is; from then on what it did to the run is said instead.
 void Session::settle() {

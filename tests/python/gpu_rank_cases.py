@@ -224,6 +224,61 @@ def divided_on_a_gpu(_: Path) -> None:
             print(_refused(partial(castor.Booster(plugin).boost, model, optimizer)))
 
 
+def host_bytes(_: Path) -> None:
+    """Prints what this rank has on the host, of that the shared part, and the model's elements.
+
+    Between steps, with gradients, which are the means that all share.
+    """
+    with _of_rank() as rank:
+        case = _with_memory(CLOSE["bf16 split, tight"], tight=False)
+        booster, model, optimizer = boosted = boost(case)
+        for step in range(2):
+            boosted.step(_tower_loss(model, 2 * step + rank, rank))
+        booster.backward(_tower_loss(model, rank, rank), optimizer)
+        report = booster.report(model)
+        elements = sum(param.numel() for param in model.parameters())
+        print(report.host_bytes, report.rank_shared_bytes, elements, report.num_chunks)
+        print(report.rank_link)
+
+
+def refused_pages(directory: Path) -> None:
+    """Rank 1 may not lock the memory that ranks share, and each has its own."""
+    with _of_rank() as rank:
+        case = _with_memory(EXACT["tight"], tight=False)
+        if rank == 1:
+            torch.simgpu.gpu.refuse_pages(1)  # type: ignore[attr-defined]
+        booster, model, _ = boosted = boost(case)
+        for step in range(STEPS):
+            boosted.step(_tower_loss(model, 10 * step + rank, rank))
+        report = booster.report(model)
+        print(report.rank_shared_bytes, report.rank_link)
+
+
+def little_to_lock(_: Path) -> None:
+    """A process may lock less than the host storage takes, shared or not."""
+    with _of_rank():
+        case = _with_memory(EXACT["tight"], tight=False)
+        torch.simgpu.gpu.limit_registered(16 << 10)  # type: ignore[attr-defined]
+        print(_refused(lambda: boost(case)))
+
+
+def outlives(_: Path) -> None:
+    """Weights after castor has gone, which a rank writes without the others."""
+    with _of_rank() as rank:
+        boosted = boost(_with_memory(EXACT["tight"], tight=False))
+        boosted.step(_tower_loss(boosted.model, rank, rank))
+        weights = helpers.copies(boosted.model.parameters())
+        params = list(boosted.model.parameters())
+        distributed.barrier()
+        del boosted
+        print(all(map(torch.equal, helpers.copies(params), weights)))
+        distributed.barrier()
+        with torch.no_grad():
+            params[0].fill_(rank)
+        distributed.barrier()
+        print(params[0].unique().item() == rank)
+
+
 def not_shared(_: Path) -> None:
     """LowLevelZeroPlugin's stage 2: the ranks' common gradients."""
     with _of_rank():

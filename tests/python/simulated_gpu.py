@@ -98,7 +98,9 @@ def rest() -> None:
     gpu.reset_error()
     gpu.refuse_tensor(0)
     gpu.refuse_block(0)
+    gpu.refuse_pages(0)
     gpu.limit(1.0)
+    gpu.limit_registered(2**63)
     if (failed := getattr(sys, "last_traceback", None)) is not None:
         traceback.clear_frames(failed)
         for frame, _ in traceback.walk_tb(failed):

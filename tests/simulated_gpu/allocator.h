@@ -49,6 +49,7 @@ class Refusals {
 struct AllocatorRefusals {
   Refusals tensors;  ///< what torch asks for a tensor
   Refusals blocks;   ///< what is asked for with a stream: castor's slots and payloads
+  Refusals pages;    ///< what is registered with the CUDA runtime
 };
 [[nodiscard]] AllocatorRefusals& refusals();
 

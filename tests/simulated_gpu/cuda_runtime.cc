@@ -158,9 +158,14 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 }
 
 cudaError_t cudaHostRegister(void* data, std::size_t bytes, unsigned /*flags*/) {
-  return Gpu::instance().register_host(static_cast<const std::byte*>(data), bytes)
-             ? cudaSuccess
-             : cudaErrorHostMemoryAlreadyRegistered;
+  if (castor::simulated::refusals().pages.now())
+    return cudaErrorMemoryAllocation;
+  switch (Gpu::instance().register_host(static_cast<const std::byte*>(data), bytes)) {
+    case Gpu::Registered::kYes: return cudaSuccess;
+    case Gpu::Registered::kAlready: return cudaErrorHostMemoryAlreadyRegistered;
+    case Gpu::Registered::kBeyondLimit: break;
+  }
+  return cudaErrorMemoryAllocation;
 }
 
 cudaError_t cudaHostUnregister(void* data) {

@@ -198,20 +198,33 @@ void Gpu::close() {
     stream->close();
 }
 
-bool Gpu::register_host(const std::byte* data, std::size_t bytes) {
+void Gpu::limit_registered(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  registered_limit_ = bytes;
+}
+
+Gpu::Registered Gpu::register_host(const std::byte* data, std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   const auto next = registered_.lower_bound(data);
   if (next != registered_.end() && next->first < data + bytes)
-    return false;
+    return Registered::kAlready;
   if (next != registered_.begin() && std::prev(next)->first + std::prev(next)->second > data)
-    return false;
+    return Registered::kAlready;
+  if (bytes > registered_limit_ || registered_bytes_ > registered_limit_ - bytes)
+    return Registered::kBeyondLimit;
   registered_.emplace(data, bytes);
-  return true;
+  registered_bytes_ += bytes;
+  return Registered::kYes;
 }
 
 bool Gpu::unregister_host(const std::byte* data) {
   const std::lock_guard lock(mutex_);
-  return registered_.erase(data) == 1;
+  const auto known = registered_.find(data);
+  if (known == registered_.end())
+    return false;
+  registered_bytes_ -= known->second;
+  registered_.erase(known);
+  return true;
 }
 
 bool Gpu::is_registered(const void* data) const {

@@ -119,8 +119,11 @@ class Gpu {
   void delay(const Delays& delays);
   void close();
 
-  /// Host memory that the GPU copies from and to by itself. False: some of it is registered.
-  [[nodiscard]] bool register_host(const std::byte* data, std::size_t bytes);
+  enum class Registered { kYes, kAlready, kBeyondLimit };
+  /// Host memory that the GPU copies from and to by itself.
+  [[nodiscard]] Registered register_host(const std::byte* data, std::size_t bytes);
+  /// No more than this is registered at once from now on, as RLIMIT_MEMLOCK has it.
+  void limit_registered(std::size_t bytes);
   [[nodiscard]] bool unregister_host(const std::byte* data);
   [[nodiscard]] bool is_registered(const void* data) const;
 
@@ -142,6 +145,8 @@ class Gpu {
   Delays delays_;
   bool closed_ = false;
   std::map<const std::byte*, std::size_t> registered_;
+  std::size_t registered_bytes_ = 0;
+  std::size_t registered_limit_ = SIZE_MAX;
 };
 
 }  // namespace castor::simulated

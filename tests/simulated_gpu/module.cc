@@ -95,6 +95,9 @@ PYBIND11_MODULE(_simulated_gpu, m) {
       "empty_cache", [] { device_memory().release_cached(); }, release);
   m.def(
       "limit", [](double fraction) { device_memory().limit(fraction); }, py::arg("fraction"));
+  m.def(
+      "limit_registered", [](std::size_t bytes) { Gpu::instance().limit_registered(bytes); },
+      py::arg("bytes"));
   m.def("overwrite_when_reused",
         [] { device_memory().overwrite_at(DeviceMemory::Overwrite::kReuse); });
   m.def(
@@ -103,6 +106,9 @@ PYBIND11_MODULE(_simulated_gpu, m) {
       py::arg("times") = 1);
   m.def(
       "refuse_block", [](std::size_t n) { refusals().blocks.refuse(n); }, py::arg("n"));
+  m.def(
+      "refuse_pages", [](std::size_t n, std::size_t times) { refusals().pages.refuse(n, times); },
+      py::arg("n"), py::arg("times") = 1);
   m.def("refusals", [] { return refusals().tensors.count() + refusals().blocks.count(); });
   m.def("counts", &count_figures);
   m.def("make_group", &make_group, py::arg("store"), py::arg("rank"), py::arg("size"),

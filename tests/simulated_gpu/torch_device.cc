@@ -101,7 +101,8 @@ class PinnedMemory final : public c10::Allocator {
     const std::size_t rounded = (bytes / kAlignment + 1) * kAlignment;
     void* const data = std::aligned_alloc(kAlignment, rounded);
     TORCH_CHECK(data != nullptr &&
-                    Gpu::instance().register_host(static_cast<const std::byte*>(data), rounded),
+                    Gpu::instance().register_host(static_cast<const std::byte*>(data), rounded) ==
+                        Gpu::Registered::kYes,
                 "no page-locked memory for ", bytes, " bytes");
     return {data, data, &release, c10::Device(c10::kCPU)};
   }

@@ -129,6 +129,10 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
          }});
   }
 
+  [[nodiscard]] std::shared_ptr<void> lock_pages(std::span<std::byte> pages) override {
+    return cuda::lock_pages(pages, device_);
+  }
+
   void follow(const std::shared_ptr<DeviceAccount>& account) override {
     follow_torch_allocations(device_, account);
   }

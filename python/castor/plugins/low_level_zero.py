@@ -97,8 +97,9 @@ class LowLevelZeroPlugin(GeminiPlugin):
         _, size = rank_and_size()
         if self._stage == 2 and size > 1 and self.config.device != "cpu":
             raise NotImplementedError(
-                "stage=2 keeps gradients once for the ranks of a machine, and on GPUs (this one "
-                f"computes on {self.config.device!r}) each keeps its own, page-locked; give stage=1"
+                "stage=2 keeps gradients once for the ranks of a machine, which it does not yet do "
+                f"on GPUs (this one computes on {self.config.device!r}); give stage=1, or use "
+                "GeminiPlugin, which does"
             )
         if self._stage == 2 and size > 1 and (ranks_of_node() < size or not may_share_memory()):
             raise UsageError(

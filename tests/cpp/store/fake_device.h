@@ -71,6 +71,17 @@ class FakeDevice final : public DeviceBackend, private DeviceKernels {
   [[nodiscard]] std::unique_ptr<Arena> make_host_arena() override {
     return std::make_unique<HeapArena>(host_blocks_);
   }
+  [[nodiscard]] std::shared_ptr<void> lock_pages(std::span<std::byte> pages) override {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(fails_, false)) {
+      throw Error("page-locking them was refused");
+    }
+    locked_bytes_ += pages.size();
+    return {pages.data(), [this, bytes = pages.size()](void*) {
+              const std::lock_guard lock(mutex_);
+              locked_bytes_ -= bytes;
+            }};
+  }
   void follow(const std::shared_ptr<DeviceAccount>& account) override {
     const std::lock_guard lock(mutex_);
     if (std::exchange(fails_, false)) {
@@ -101,7 +112,7 @@ class FakeDevice final : public DeviceBackend, private DeviceKernels {
     const std::lock_guard lock(mutex_);
     stream_ = stream;
   }
-  /// The next order(), follow(), host_writes() or wait for a fence throws.
+  /// The next order(), lock_pages(), follow(), host_writes() or wait for a fence throws.
   void fail_next() {
     const std::lock_guard lock(mutex_);
     fails_ = true;
@@ -118,6 +129,8 @@ class FakeDevice final : public DeviceBackend, private DeviceKernels {
   /// Streams that updates were given to.
   [[nodiscard]] std::vector<StreamId> updates() const { return locked(updates_); }
   [[nodiscard]] std::size_t num_followed() const { return locked(followed_).size(); }
+  /// Bytes that are locked now.
+  [[nodiscard]] std::size_t locked_bytes() const { return locked(locked_bytes_); }
   /// Bytes of copy_from_device() and copy_to_device().
   [[nodiscard]] std::size_t bytes_copied_from() const { return locked(copied_from_); }
   [[nodiscard]] std::size_t bytes_copied_to() const { return locked(copied_to_); }
@@ -168,6 +181,7 @@ class FakeDevice final : public DeviceBackend, private DeviceKernels {
   mutable std::mutex mutex_;  // guards all below
   StreamId stream_{};
   bool fails_ = false;
+  std::size_t locked_bytes_ = 0;
   std::vector<std::pair<StreamId, StreamId>> orders_;
   std::vector<const std::byte*> host_writes_;
   std::vector<StreamId> fences_;

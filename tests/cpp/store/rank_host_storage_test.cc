@@ -167,11 +167,50 @@ TEST(RankHostStorageTest, AProcessThatIsAloneAndOneWithoutARuleShareNothing) {
   });
 }
 
-TEST(RankHostStorageTest, OnADeviceThatComputesByItselfEachRankHasItsOwn) {
+TEST(RankHostStorageTest, ADeviceThatComputesByItselfLocksTheCommonMemory) {
+  on_ranks(2, [](Collectives& ranks) {
+    Maker maker(ranks);
+    const auto device = std::make_shared<FakeDevice>(Computes::kByItself);
+    maker.session.backend = device;
+    {
+      const RankHostStorage storage = maker.make();
+      EXPECT_EQ(storage.refusal(), "");
+      EXPECT_EQ(storage.bytes(), 2 * kAll);
+      EXPECT_EQ(device->locked_bytes(), 2 * kAll);
+      EXPECT_TRUE(storage.weights().tier->shared_by_processes());
+      const Block block = storage.weights().tier->allocate(kPage, "");
+      EXPECT_EQ(storage.weights().storage->common(block.data()), block.data());
+      block.data()[ranks.rank()] = static_cast<std::byte>(ranks.rank() + 1);
+      meet(ranks);
+      EXPECT_EQ(block.data()[0], std::byte{1});
+      EXPECT_EQ(block.data()[1], std::byte{2});
+      meet(ranks);
+    }
+    EXPECT_EQ(device->locked_bytes(), 0U);
+  });
+}
+
+TEST(RankHostStorageTest, WhereOneRankMayNotLockTheMemoryEachRankHasItsOwn) {
+  on_ranks(2, [](Collectives& ranks) {
+    Maker maker(ranks);
+    const auto device = std::make_shared<FakeDevice>(Computes::kByItself);
+    maker.session.backend = device;
+    if (ranks.rank() == 1) {
+      device->fail_next();
+    }
+    const RankHostStorage storage = maker.make();
+    expect_none(storage, "each rank has its own, page-locked, as page-locking them was refused");
+    EXPECT_EQ(device->locked_bytes(), 0U);
+    EXPECT_EQ(maker.host.ledger().used(), 0U);
+  });
+}
+
+TEST(RankHostStorageTest, OnADeviceThatComputesByItselfRanksMayShardInsteadOfSharing) {
   on_ranks(2, [](Collectives& ranks) {
     Maker maker(ranks);
     maker.session.backend = std::make_shared<FakeDevice>(Computes::kByItself);
-    expect_none(maker.make(), "on GPUs each rank has its own, page-locked");
+    maker.session.zero_stage = 2;
+    expect_none(maker.make(), "zero_stage=2 shards it over all ranks");
   });
 }
 
