@@ -118,12 +118,26 @@ TEST(DeviceErrorTest, TheFirstErrorStaysAndNoLaterTaskRuns) {
 TEST(GpuTest, RegisteredMemoryIsKnownByItsAddresses) {
   Gpu& gpu = Gpu::instance();
   std::vector<std::byte> memory(64);
-  EXPECT_TRUE(gpu.register_host(memory.data(), 32));
-  EXPECT_FALSE(gpu.register_host(memory.data() + 31, 8)) << "it overlaps";
+  EXPECT_EQ(gpu.register_host(memory.data(), 32), Gpu::Registered::kYes);
+  EXPECT_EQ(gpu.register_host(memory.data() + 31, 8), Gpu::Registered::kAlready) << "it overlaps";
   EXPECT_TRUE(gpu.is_registered(memory.data() + 31));
   EXPECT_FALSE(gpu.is_registered(memory.data() + 32));
   EXPECT_TRUE(gpu.unregister_host(memory.data()));
   EXPECT_FALSE(gpu.unregister_host(memory.data()));
+}
+
+TEST(GpuTest, NoMoreMemoryIsRegisteredThanTheLimit) {
+  Gpu& gpu = Gpu::instance();
+  std::vector<std::byte> memory(64);
+  gpu.limit_registered(40);
+  EXPECT_EQ(gpu.register_host(memory.data(), 32), Gpu::Registered::kYes);
+  EXPECT_EQ(gpu.register_host(memory.data() + 32, 9), Gpu::Registered::kBeyondLimit);
+  EXPECT_EQ(gpu.register_host(memory.data() + 32, 8), Gpu::Registered::kYes);
+  EXPECT_TRUE(gpu.unregister_host(memory.data()));
+  EXPECT_EQ(gpu.register_host(memory.data(), 32), Gpu::Registered::kYes);
+  EXPECT_TRUE(gpu.unregister_host(memory.data()));
+  EXPECT_TRUE(gpu.unregister_host(memory.data() + 32));
+  gpu.limit_registered(SIZE_MAX);
 }
 
 TEST(GpuTest, ARemovedStreamCompletesItsTasks) {
