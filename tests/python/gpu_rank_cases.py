@@ -19,6 +19,7 @@ from torch import distributed, nn
 import castor
 import grids
 import helpers
+import low_level_zero_cases
 import rank_cases
 from helpers import GIB, tight_memory
 from rank_cases import RankCase, _frozen, _of_rank, _refused, _tower_loss, _zoo, boost
@@ -279,15 +280,10 @@ def outlives(_: Path) -> None:
         print(params[0].unique().item() == rank)
 
 
-def not_shared(_: Path) -> None:
-    """LowLevelZeroPlugin's stage 2: the ranks' common gradients."""
+def low_level_zero(directory: Path) -> None:
+    """LowLevelZeroPlugin's stages; weights and reports into files."""
     with _of_rank():
-        plugin = castor.LowLevelZeroPlugin(
-            device="cpu", device_memory=GIB, host_memory=GIB, stage=2, cpu_offload=True
-        )
-        model = CASES["gpt2"].model()
-        optimizer = castor.HybridAdam(model.parameters())
-        print(_refused(lambda: castor.Booster(plugin).boost(model, optimizer)))
+        low_level_zero_cases.each(directory)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 
 import castor
-from helpers import GIB
+from helpers import GIB, copies
 from rank_cases import EXACT, STEPS
 from tensor_cases import write_own
 
@@ -41,7 +41,7 @@ def train(
             booster.backward(CASE.loss(model, 1000 * step + rank, rank) / len(ranks), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return [param.detach().clone() for param in model.parameters()], booster.report(model)
+    return copies(model.parameters()), booster.report(model)
 
 
 def each(directory: Path) -> None:

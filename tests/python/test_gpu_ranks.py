@@ -3,6 +3,7 @@
 On the simulated GPU each rank has one of its own. Where there is a real one, it is every rank's.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 
 import castor
 import gpu_rank_cases
+import low_level_zero_cases
 import rank_cases
 import simulated_gpu
 from castor.plugins import machine
@@ -292,10 +294,21 @@ def test_ranks_with_parts_of_a_model_on_one_gpu_are_named(simgpu: str, tmp_path:
         assert [line[: len(both)] for line in output.splitlines()] == [both] * 3
 
 
-def test_what_gpus_do_not_share_yet_is_named(simgpu: str, tmp_path: Path) -> None:
-    del simgpu
-    for output in succeeded(run(gpu_rank_cases.not_shared, 2, tmp_path)):
-        assert "NotImplementedError: stage=2 keeps gradients once" in output
+def test_stages_of_low_level_zero_have_the_bits_of_the_cpu_device(
+    simgpu: str, on: Callable[[str], None], tmp_path: Path
+) -> None:
+    for device in (CPU, simgpu):
+        on(device)
+        (tmp_path / device).mkdir(exist_ok=True)
+        succeeded(run(gpu_rank_cases.low_level_zero, 2, tmp_path / device))
+    for path in tmp_path.glob("*.pt"):
+        expected, found = torch.load(path), torch.load(tmp_path / simgpu / path.name)
+        assert all(map(torch.equal, found, expected)), path.name
+    weights = sum(param.numel() * 4 for param in low_level_zero_cases.CASE.build().parameters())
+    for rank in range(2):
+        reports = json.loads((tmp_path / simgpu / f"each{rank}.json").read_text())
+        for name in ("stage 1, offloaded", "stage 2, offloaded"):
+            assert reports[name]["rank_shared_bytes"] == pytest.approx(2 * weights, rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ class LowLevelZeroPlugin(GeminiPlugin):
     (section 5.2): the ranks of one machine also keep one common copy of the gradients.
 
     Args:
-        stage: ZeRO stage, 1 or 2. Stage 2 needs cpu_offload=True and ranks that share memory, not
-            on GPUs. For such ranks stage 1 with cpu_offload=True takes no more memory.
+        stage: ZeRO stage, 1 or 2. Stage 2 needs cpu_offload=True and ranks that share memory. For
+            such ranks stage 1 with cpu_offload=True takes no more memory.
         cpu_offload: Whether gradients, master weights and optimizer states are in host memory,
             where the update runs too. False: everything is on the device.
         **gemini: GeminiPlugin's arguments, except those that this plugin sets itself
@@ -90,17 +90,11 @@ class LowLevelZeroPlugin(GeminiPlugin):
         """See GeminiPlugin.
 
         Raises:
-            NotImplementedError: stage=2 runs on several GPUs, or with an optimizer that castor does
-                not run; see GeminiPlugin.
+            NotImplementedError: stage=2 runs with an optimizer that castor does not run; see
+                GeminiPlugin.
             UsageError: stage=2 runs with ranks that do not share memory; see GeminiPlugin.
         """
         _, size = rank_and_size()
-        if self._stage == 2 and size > 1 and self.config.device != "cpu":
-            raise NotImplementedError(
-                "stage=2 keeps gradients once for the ranks of a machine, which it does not yet do "
-                f"on GPUs (this one computes on {self.config.device!r}); give stage=1, or use "
-                "GeminiPlugin, which does"
-            )
         if self._stage == 2 and size > 1 and (ranks_of_node() < size or not may_share_memory()):
             raise UsageError(
                 f"stage=2 keeps gradients once for the ranks of a machine, and of these {size} "
