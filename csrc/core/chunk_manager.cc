@@ -13,10 +13,12 @@ namespace castor {
 ChunkManager::ChunkManager(const ChunkLayout& layout, const std::vector<Placement>& placements,
                            std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
                            CopyEngine& engine, ParamBinder& binder, ParamStore* store,
-                           const std::shared_ptr<MemoryTier>& param_host)
+                           const std::shared_ptr<MemoryTier>& param_host,
+                           std::shared_ptr<OwnCopies> copies)
     : layout_(layout),
       device_(std::move(device)),
       host_(std::move(host)),
+      copies_(std::move(copies)),
       engine_(engine),
       binder_(binder),
       store_(store),
@@ -71,7 +73,7 @@ void ChunkManager::add_payload(ChunkId chunk, PayloadKind kind, std::size_t byte
           (on_device ? "raise device_memory, or let them leave the device with "
                        "placement_policy=\"auto\""
                      : "raise host_memory, or train a smaller model"),
-      !on_device && on_host->shared_by_processes() ? host_ : nullptr);
+      !on_device && on_host->shared_by_processes() ? copies_ : nullptr);
 }
 
 const std::shared_ptr<Payload>& ChunkManager::payload(ChunkId chunk, PayloadKind kind) const {

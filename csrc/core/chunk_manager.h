@@ -45,12 +45,15 @@ class ChunkManager {
   /// Allocates the kParam storage of every chunk, in the order of the chunks. The storage is on the
   /// device tier for Placement::kDevice. Otherwise it is in `param_host` for chunks that ranks
   /// update in shards (ChunkSpec::updated_in_shards), and on the host tier for the others. nullptr:
-  /// on the host tier for all. Chunks that `store` has get no storage; nullptr: there are none.
+  /// on the host tier for all. `copies` is needed where other processes use memory of `param_host`,
+  /// or of another tier of add_payload. Chunks that `store` has get no storage; nullptr: there are
+  /// none.
   /// Throws OutOfMemory. `layout`, `engine`, `binder` and `store` outlive the manager.
   ChunkManager(const ChunkLayout& layout, const std::vector<Placement>& placements,
                std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
                CopyEngine& engine, ParamBinder& binder, ParamStore* store = nullptr,
-               const std::shared_ptr<MemoryTier>& param_host = nullptr);
+               const std::shared_ptr<MemoryTier>& param_host = nullptr,
+               std::shared_ptr<OwnCopies> copies = nullptr);
   ChunkManager(const ChunkManager&) = delete;
   ChunkManager& operator=(const ChunkManager&) = delete;
   /// Sends every chunk to its host storage, with user writes, and binds every parameter there. A
@@ -211,6 +214,7 @@ class ChunkManager {
   const ChunkLayout& layout_;
   std::shared_ptr<MemoryTier> device_;
   std::shared_ptr<MemoryTier> host_;
+  std::shared_ptr<OwnCopies> copies_;  // nullptr: no host storage needs any
   CopyEngine& engine_;
   ParamBinder& binder_;
   ParamStore* const store_;

@@ -11,7 +11,7 @@ void Payload::move_to(std::shared_ptr<MemoryTier> tier, Block block) noexcept {
   away_ = std::move(block);
   data_ = away_.data();
   tell_followers();
-  copy_.reset();
+  give_copy_back();
   host_.discard();
 }
 
@@ -27,10 +27,7 @@ void Payload::take_copy(CopyContents contents) {
   if (!needs_copies() || has_copy()) {
     return;
   }
-  Block copy = copies_->allocate(
-      bytes_,
-      "a rank has values of its own, in a copy, until the ranks have brought theirs together; "
-      "raise host_memory, or make chunks smaller (chunk_bytes)");
+  Block copy = copies_->take(bytes_);
   if (contents == CopyContents::kStorage) {
     std::memcpy(copy.data(), host_.data(), bytes_);
   } else {
@@ -51,7 +48,13 @@ void Payload::drop_copy() noexcept {
     data_ = host_.data();
     tell_followers();
   }
-  copy_.reset();
+  give_copy_back();
+}
+
+void Payload::give_copy_back() noexcept {
+  if (has_copy()) {
+    copies_->give_back(std::move(copy_));
+  }
 }
 
 void Payload::add_follower(std::unique_ptr<PayloadFollower> follower) {

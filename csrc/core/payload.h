@@ -11,6 +11,7 @@
 
 #include "core/memory_tier.h"
 #include "core/mutex.h"
+#include "core/own_copies.h"
 
 namespace castor {
 
@@ -59,10 +60,10 @@ class PayloadFollower {
 /// until it is dropped.
 class Payload {
  public:
-  /// `copies`: the tier of this process's own copies, where other processes use the storage too;
+  /// `copies`: memory of this process's own copies, where other processes use the storage too;
   /// nullptr where the storage is this process's alone, or the system copies what is written.
   Payload(std::shared_ptr<MemoryTier> tier, std::size_t bytes, const std::string& remedy,
-          std::shared_ptr<MemoryTier> copies = nullptr)
+          std::shared_ptr<OwnCopies> copies = nullptr)
       : tier_(std::move(tier)),
         host_(tier_->allocate(bytes, remedy)),
         copies_(std::move(copies)),
@@ -118,10 +119,11 @@ class Payload {
 
  private:
   void tell_followers() noexcept;
+  void give_copy_back() noexcept;
 
   std::shared_ptr<MemoryTier> tier_;  // destroyed after host_; nullptr: on NVMe
   Block host_;
-  std::shared_ptr<MemoryTier> copies_;  // destroyed after copy_
+  std::shared_ptr<OwnCopies> copies_;  // destroyed after copy_
   Block copy_;
   std::size_t bytes_;
   std::shared_ptr<MemoryTier> away_tier_;  // destroyed after away_; nullptr: not away

@@ -38,6 +38,9 @@ class SlotArena final : public Arena {
   /// throws; OutOfMemory says in addition how many bytes free slots hold.
   [[nodiscard]] std::byte* allocate(std::size_t bytes) override;
   void deallocate(std::byte* data, std::size_t bytes) noexcept override;
+  void share_with_children(std::byte* data, std::size_t bytes) noexcept override {
+    upstream_->share_with_children(data, bytes);
+  }
   [[nodiscard]] std::string description() const override;
 
   /// Gives free slots back upstream, the largest first.

@@ -4,6 +4,7 @@
 #include <functional>
 #include <utility>
 
+#include "host/slot_arena.h"
 #include "ranks/rank_reduction.h"
 #include "ranks/shared_file.h"
 #include "store/sharded_host_storage.h"
@@ -20,7 +21,8 @@ std::size_t num_sharing(const SessionOptions& options) {
 }  // namespace
 
 RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Placement> placements,
-                                 const SessionOptions& options, MemoryTier& host) {
+                                 const SessionOptions& options,
+                                 const std::shared_ptr<MemoryTier>& host) {
   const std::size_t sharing = num_sharing(options);
   if (sharing == 1) {
     return;
@@ -70,10 +72,10 @@ RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Plac
     }
     if (shared.storage) {
       kind.storage = std::move(shared.storage);
-      kind.share = host.ledger().reserve((bytes + sharing - 1) / sharing,
-                                         "this rank's share of the " + what +
-                                             " has no room there; raise host_memory, or train a "
-                                             "smaller model");
+      kind.share = host->ledger().reserve((bytes + sharing - 1) / sharing,
+                                          "this rank's share of the " + what +
+                                              " has no room there; raise host_memory, or train a "
+                                              "smaller model");
       kind.tier = std::make_shared<MemoryTier>(TierKind::kHost, bytes, kind.storage->make_arena());
     }
   };
@@ -85,6 +87,11 @@ RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Plac
     room_for_copies_ =
         ShardedHostStorage::kGradientCopies * largest +
         RankReduction::window_bytes(largest, *options.ranks->passes, gradients_.storage.get());
+  }
+  if (locked && weights_.storage) {
+    copies_ = std::make_shared<OwnCopies>(
+        host, std::make_unique<SlotArena>(options.backend->make_host_arena(), TierKind::kHost),
+        room_for_copies_);
   }
 }
 

@@ -34,14 +34,17 @@ class RankHostStorage {
   };
 
   /// Sets up the shared storage; every rank makes one such object. `host` pays for this rank's
-  /// share, and outlives this. Throws OutOfMemory.
+  /// share. Throws OutOfMemory.
   RankHostStorage(const ChunkLayout& layout, std::span<const Placement> placements,
-                  const SessionOptions& options, MemoryTier& host);
+                  const SessionOptions& options, const std::shared_ptr<MemoryTier>& host);
 
   [[nodiscard]] const Kind& weights() const noexcept { return weights_; }
   /// Returns the shared storage of gradients. Beside it, each rank has copies of gradients that
   /// have not been reduced (RankGradients).
   [[nodiscard]] const Kind& gradients() const noexcept { return gradients_; }
+  /// Returns the memory of this rank's own copies of what is in the storage; nullptr where the
+  /// system makes them, or there is no storage.
+  [[nodiscard]] const std::shared_ptr<OwnCopies>& copies() const noexcept { return copies_; }
   /// Returns the host bytes for gradients on their way: a window, and a few chunks that other ranks
   /// have not completed. Whoever fills the host leaves these bytes free.
   [[nodiscard]] std::size_t room_for_copies() const noexcept { return room_for_copies_; }
@@ -56,6 +59,7 @@ class RankHostStorage {
  private:
   Kind weights_;
   Kind gradients_;
+  std::shared_ptr<OwnCopies> copies_;
   std::size_t room_for_copies_ = 0;
   std::size_t nodes_ = 1;
   std::string refusal_;

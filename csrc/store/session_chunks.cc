@@ -32,7 +32,8 @@ SessionChunks::SessionChunks(const SessionMemory& memory, std::vector<Placement>
       weights_(make_weights(memory, followers_)),
       manager_(std::make_unique<ChunkManager>(
           memory.layout(), std::move(placements), memory.device_tier(), memory.host_tier(),
-          *copies_, followers_.binder, weights_.get(), memory.rank_host_storage().weights().tier)) {
+          *copies_, followers_.binder, weights_.get(), memory.rank_host_storage().weights().tier,
+          memory.rank_host_storage().copies())) {
   if (options.ranks && memory.stream_of(StoragePlan::kWeights) != nullptr) {
     throw UsageError(
         "host_memory has no room for the parameters, and parameters on NVMe are not "
@@ -73,6 +74,9 @@ void SessionChunks::end() {
   weights_.reset();
   memory_.device().leave(host_payloads);  // after the last copies
   followers_.released(host_payloads);
+  if (const auto& copies = memory_.rank_host_storage().copies()) {
+    copies->end();
+  }
 }
 
 }  // namespace castor

@@ -23,7 +23,7 @@ SessionMemory::SessionMemory(ChunkLayout layout, std::span<const Placement> plac
       nvme_ledger_(nvme_ledger(options, budget_place_.owner())),
       nonmodel_(device_.computes_by_itself() ? budgets_->tensors_of_torch()
                                              : std::make_shared<NonModelMemory>(device_tier_)),
-      rank_host_storage_(layout_, placements, options, *host_tier_),
+      rank_host_storage_(layout_, placements, options, host_tier_),
       executor_(make_executor(options.num_threads)),
       sharded_host_storage_(make_sharded_host_storage(layout_, placements, options,
                                                       rank_host_storage_, *host_tier_, *executor_)),

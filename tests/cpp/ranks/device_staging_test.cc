@@ -16,6 +16,7 @@
 #include "core/thread_collectives.h"
 #include "core/units.h"
 #include "host/mmap_arena.h"
+#include "host/slot_arena.h"
 #include "parallel/thread_executor.h"
 #include "ranks/rank_reduction.h"
 #include "ranks/rank_weights.h"
@@ -66,10 +67,16 @@ class Rank {
         payload_(std::make_unique<Payload>(place == Place::kDevice ? device_
                                            : shared_ != nullptr    ? shared_
                                                                    : host_,
-                                           bytes, "", shared_ == nullptr ? nullptr : host_)) {
+                                           bytes, "",
+                                           shared_ == nullptr ? nullptr : copies_of(host_))) {
     if (place == Place::kResident) {
       payload_->move_to(device_, device_->allocate(bytes, ""));
     }
+  }
+
+  static std::shared_ptr<OwnCopies> copies_of(const std::shared_ptr<MemoryTier>& host) {
+    return std::make_shared<OwnCopies>(
+        host, std::make_unique<SlotArena>(std::make_unique<MmapArena>(), TierKind::kHost), kGiB);
   }
 
   [[nodiscard]] DeviceStaging staging() {

@@ -29,8 +29,9 @@ constexpr std::size_t kAll = kChunks * kPage;  // of parameters, or of gradients
 /// Makes the storage of one rank.
 struct Maker {
   explicit Maker(std::shared_ptr<Collectives> ranks, std::size_t host_bytes = 1 << 20)
-      : host(TierKind::kHost, host_bytes,
-             std::make_unique<HeapArena>(std::make_shared<LiveBlocks>())) {
+      : host(std::make_shared<MemoryTier>(
+            TierKind::kHost, host_bytes,
+            std::make_unique<HeapArena>(std::make_shared<LiveBlocks>()))) {
     session.backend = std::make_shared<FakeDevice>();
     session.state.rule = adam();
     session.ranks = RankGroups{
@@ -46,7 +47,7 @@ struct Maker {
   std::unique_ptr<ChunkLayout> layout;
   std::vector<Placement> placements = std::vector<Placement>(kChunks, Placement::kStream);
   SessionOptions session;
-  MemoryTier host;
+  std::shared_ptr<MemoryTier> host;
 };
 
 void on_ranks(std::size_t size, const std::function<void(Collectives&)>& work) {
@@ -74,7 +75,7 @@ TEST(RankHostStorageTest, EachRankPaysItsShareOfOneCopy) {
       EXPECT_EQ(storage.refusal(), "");
       EXPECT_EQ(storage.bytes(), 2 * kAll);
       EXPECT_EQ(storage.weights().share.bytes(), (kAll + size - 1) / size);
-      EXPECT_EQ(maker.host.ledger().used(), 2 * ((kAll + size - 1) / size));
+      EXPECT_EQ(maker.host->ledger().used(), 2 * ((kAll + size - 1) / size));
       EXPECT_EQ(storage.nodes(), 1U);
     });
   }
@@ -84,11 +85,11 @@ TEST(RankHostStorageTest, ATierHandsOutBlocksOfTheStorage) {
   on_ranks(2, [](Collectives& ranks) {
     Maker maker(ranks);
     const RankHostStorage storage = maker.make();
-    const std::size_t used = maker.host.ledger().used();
+    const std::size_t used = maker.host->ledger().used();
     const Block block = storage.weights().tier->allocate(kPage, "");
     EXPECT_TRUE(storage.weights().storage->contains(block.data()));
     EXPECT_FALSE(storage.gradients().storage->contains(block.data()));
-    EXPECT_EQ(maker.host.ledger().used(), used);  // it is paid for
+    EXPECT_EQ(maker.host->ledger().used(), used);  // it is paid for
     expect_out_of_memory([&] { static_cast<void>(storage.weights().tier->allocate(kAll, "")); },
                          TierKind::kHost, kAll, kAll - kPage, kAll);
   });
@@ -163,7 +164,7 @@ TEST(RankHostStorageTest, AProcessThatIsAloneAndOneWithoutARuleShareNothing) {
     maker.session.state.rule = adam();
     maker.session.ranks.reset();
     expect_none(maker.make());
-    EXPECT_EQ(maker.host.ledger().used(), 0U);
+    EXPECT_EQ(maker.host->ledger().used(), 0U);
   });
 }
 
@@ -201,7 +202,7 @@ TEST(RankHostStorageTest, WhereOneRankMayNotLockTheMemoryEachRankHasItsOwn) {
     const RankHostStorage storage = maker.make();
     expect_none(storage, "each rank has its own, page-locked, as page-locking them was refused");
     EXPECT_EQ(device->locked_bytes(), 0U);
-    EXPECT_EQ(maker.host.ledger().used(), 0U);
+    EXPECT_EQ(maker.host->ledger().used(), 0U);
   });
 }
 
@@ -221,7 +222,7 @@ TEST(RankHostStorageTest, RanksThatPlaceChunksDifferentlyShareNothing) {
       maker.placements[0] = Placement::kDevice;
     }
     expect_none(maker.make(), "the ranks place chunks differently");
-    EXPECT_EQ(maker.host.ledger().used(), 0U);
+    EXPECT_EQ(maker.host->ledger().used(), 0U);
   });
 }
 
@@ -229,13 +230,13 @@ TEST(RankHostStorageTest, SharesFitExactlyOrAreRefusedWithTheirFigures) {
   on_ranks(2, [](Collectives& ranks) {
     Maker maker(ranks, kAll);
     const RankHostStorage storage = maker.make();
-    EXPECT_EQ(maker.host.ledger().available(), 0U);
+    EXPECT_EQ(maker.host->ledger().available(), 0U);
   });
   on_ranks(2, [](Collectives& ranks) {
     Maker maker(ranks, kAll - 1);
     expect_out_of_memory([&] { static_cast<void>(maker.make()); }, TierKind::kHost, kAll / 2,
                          kAll / 2 - 1, kAll - 1);
-    EXPECT_EQ(maker.host.ledger().used(), 0U);  // that of the parameters has gone back
+    EXPECT_EQ(maker.host->ledger().used(), 0U);  // that of the parameters has gone back
   });
 }
 

@@ -28,8 +28,9 @@ constexpr std::size_t kShards = kChunks * kChunk / 2;  // of weights, or of grad
 /// Makes the storage of one rank.
 struct Maker {
   explicit Maker(Collectives& ranks, ThreadMessages* messages, std::size_t host_bytes = 1 << 20)
-      : host(TierKind::kHost, host_bytes,
-             std::make_unique<HeapArena>(std::make_shared<LiveBlocks>())) {
+      : host(std::make_shared<MemoryTier>(
+            TierKind::kHost, host_bytes,
+            std::make_unique<HeapArena>(std::make_shared<LiveBlocks>()))) {
     session.ranks = groups_of(ranks, messages);
     session.backend = std::make_shared<FakeDevice>();
     session.state.rule = adam();
@@ -39,20 +40,20 @@ struct Maker {
   }
 
   [[nodiscard]] ShardedHostStorage make(std::size_t stage, std::size_t copies = 1) {
-    return {*layout, placements, *session.ranks, stage, copies, host, executor};
+    return {*layout, placements, *session.ranks, stage, copies, *host, executor};
   }
   /// Makes it as a session does. `common` is empty unless ranks share host storage.
   [[nodiscard]] ShardedHostStorage make_of_session() {
     SessionOptions none = session;
     none.ranks.reset();
     const RankHostStorage common(*layout, placements, none, host);
-    return make_sharded_host_storage(*layout, placements, session, common, host, executor);
+    return make_sharded_host_storage(*layout, placements, session, common, *host, executor);
   }
 
   std::unique_ptr<ChunkLayout> layout;
   std::vector<Placement> placements = std::vector<Placement>(kChunks, Placement::kStream);
   SessionOptions session;
-  MemoryTier host;
+  std::shared_ptr<MemoryTier> host;
   test::SerialExecutor executor;
 };
 
@@ -84,7 +85,7 @@ TEST_F(ShardedHostStorageTest, InStage3EachRankPaysForItsShardsAndAWindow) {
     EXPECT_EQ(storage.sharded(), std::vector<bool>(kChunks, true));
     EXPECT_EQ(storage.shard_bytes(), kShards);
     EXPECT_EQ(storage.window_bytes(), kWindow);
-    EXPECT_EQ(maker.host.ledger().used(), 2 * kShards + kWindow);
+    EXPECT_EQ(maker.host->ledger().used(), 2 * kShards + kWindow);
     EXPECT_EQ(storage.room_for_copies(), ShardedHostStorage::kGradientCopies * kChunk);
     EXPECT_EQ(storage.stream()->num_slots(), ShardedHostStorage::kSlots);
     EXPECT_EQ(storage.shards()->shard(chunk_id(1)).size(), kChunk / 2);
@@ -101,7 +102,7 @@ TEST_F(ShardedHostStorageTest, InStage2GradientsAloneAreSharded) {
     EXPECT_EQ(storage.stream(), nullptr);
     EXPECT_EQ(storage.shard_bytes(), 0U);
     EXPECT_EQ(storage.window_bytes(), 0U);
-    EXPECT_EQ(maker.host.ledger().used(), kShards);
+    EXPECT_EQ(maker.host->ledger().used(), kShards);
     EXPECT_FALSE(storage.shards()->sharded(chunk_id(0)));
     EXPECT_TRUE(storage.shards()->sharded(chunk_id(kChunks)));
   });
@@ -115,7 +116,7 @@ TEST_F(ShardedHostStorageTest, CopiesOfTheWeightsAreKeptBesideEachOther) {
     EXPECT_EQ(storage.shards()->kept_ranks(),
               (std::vector<std::size_t>{rank.rank() % 2, rank.rank() % 2 + 2}));
     // There is one copy of the gradients.
-    EXPECT_EQ(maker.host.ledger().used(), storage.shard_bytes() + kChunks * kChunk / 4 + kWindow);
+    EXPECT_EQ(maker.host->ledger().used(), storage.shard_bytes() + kChunks * kChunk / 4 + kWindow);
   });
 }
 
@@ -129,7 +130,7 @@ TEST_F(ShardedHostStorageTest, FrozenChunksHaveNoGradientsToShard) {
     const ShardedHostStorage storage = maker.make(3);
     EXPECT_TRUE(storage.sharded()[1]);
     EXPECT_FALSE(storage.shards()->sharded(chunk_id(3)));
-    EXPECT_EQ(maker.host.ledger().used(), 3 * kChunk / 2 + kWindow);
+    EXPECT_EQ(maker.host->ledger().used(), 3 * kChunk / 2 + kWindow);
   });
 }
 
@@ -153,7 +154,7 @@ TEST_F(ShardedHostStorageTest, WhereNoChunkHasHostStorageEveryRankIsRefused) {
                               "zero_stage=3 shards weights that have host storage");
     expect_thrown<UsageError>([&] { static_cast<void>(maker.make(2)); },
                               "zero_stage=2 shards gradients that have host storage");
-    EXPECT_EQ(maker.host.ledger().used(), 0U);
+    EXPECT_EQ(maker.host->ledger().used(), 0U);
   });
 }
 
@@ -173,7 +174,7 @@ TEST_F(ShardedHostStorageTest, StorageFitsExactlyOrIsRefusedWithItsFigures) {
   on_ranks(2, [](Collectives& rank, ThreadMessages& messages) {
     Maker exact(rank, &messages, kAll);
     EXPECT_EQ(exact.make(3).stage(), 3U);
-    EXPECT_EQ(exact.host.ledger().used(), 0U);  // it has gone
+    EXPECT_EQ(exact.host->ledger().used(), 0U);  // it has gone
   });
   on_ranks(2, [](Collectives& rank, ThreadMessages& messages) {
     Maker maker(rank, &messages, 2 * kShards - 1);
@@ -184,7 +185,7 @@ TEST_F(ShardedHostStorageTest, StorageFitsExactlyOrIsRefusedWithItsFigures) {
     Maker maker(rank, &messages, kAll - 1);
     expect_out_of_memory([&] { static_cast<void>(maker.make(3)); }, TierKind::kHost, kWindow,
                          kWindow - 1, kAll - 1);
-    EXPECT_EQ(maker.host.ledger().used(), 0U);
+    EXPECT_EQ(maker.host->ledger().used(), 0U);
   });
 }
 
@@ -255,7 +256,7 @@ TEST_F(ShardedHostStorageTest, WhereRanksShareHostStorageNothingIsSharded) {
     ASSERT_EQ(common.refusal(), "");
     const auto make = [&] {
       return make_sharded_host_storage(*maker.layout, maker.placements, maker.session, common,
-                                       maker.host, maker.executor);
+                                       *maker.host, maker.executor);
     };
     EXPECT_EQ(make().stage(), 0U);
     maker.session.extra_dp_size = 2;

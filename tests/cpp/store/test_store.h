@@ -256,7 +256,7 @@ struct TestStore {
     session.extra_dp_size = options.copies;
     session.ranks = options.ranks;
     if (options.shares_host_storage) {
-      shared = std::make_unique<RankHostStorage>(layout, options.placements, session, *host);
+      shared = std::make_unique<RankHostStorage>(layout, options.placements, session, host);
       EXPECT_EQ(shared->refusal(), "");
     } else if (options.zero_stage > 1) {
       sharded = ShardedHostStorage(layout, options.placements, *options.ranks, options.zero_stage,
