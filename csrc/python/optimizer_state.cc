@@ -113,6 +113,14 @@ void bind_optimizer_state(SessionClass& session) {
           },
           released)
       .def(
+          "weight_shared",
+          [](Session& self, std::uint32_t param) {
+            const auto& payload = self.chunks().manager().payload(
+                self.layout().place(id(param)).chunk, PayloadKind::kParam);
+            return payload != nullptr && payload->needs_copies();
+          },
+          released)
+      .def(
           "read_states",
           [](Session& self, std::uint32_t param) { return settled(self, param).read(id(param)); },
           released)

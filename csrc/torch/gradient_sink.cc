@@ -55,6 +55,7 @@ bool in_graph(const Gradient& gradient, const at::Tensor& grad) {
 GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> params,
                            StoredWeights* weights, GradientShards* shards, GradientStorages& absent,
                            Executor& executor, const SessionDevice& device, bool scaled,
+                           CopyEngine& engine, NonModelMemory& account,
                            const std::shared_ptr<MemoryTier>& shared_tier)
     : manager_(manager),
       layout_(manager.layout()),
@@ -81,14 +82,13 @@ GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> p
                            spec.updated_in_shards() ? shared_tier : nullptr);
     }
   }
+  if (engine.asynchronous()) {
+    copies_ = std::make_unique<GradientCopies>(layout_, engine, manager_.device(),
+                                               device_.backend(), account);
+  }
 }
 
 GradientSink::~GradientSink() = default;
-
-void GradientSink::copy_beside_backward(CopyEngine& engine, NonModelMemory& account) {
-  copies_ = std::make_unique<GradientCopies>(layout_, engine, manager_.device(), device_.backend(),
-                                             account);
-}
 
 void GradientSink::open(Runtime& runtime, TensorGate& gate,
                         const std::weak_ptr<StepEvents>& events) {

@@ -50,19 +50,18 @@ class GradientSink final : public ChunkGradients {
   /// sharded in `shards` (nullptr: none are). `absent`: storages of the gradients that `weights`
   /// or `shards` bring into memory. On the host, chunks that ranks update in shards take
   /// their payloads from `shared_tier` (nullptr: the manager's tier). `params` are in ParamId
-  /// order. `scaled`: gradients may carry a loss scale. All arguments outlive this. Throws
-  /// OutOfMemory.
+  /// order. `scaled`: gradients may carry a loss scale. Where `engine` copies beside the caller,
+  /// gradients leave the device by copies beside backward (GradientCopies), whose window is taken
+  /// here: plans count on what is left. `account`: the account of the device's non-model memory.
+  /// All arguments outlive this. Throws OutOfMemory.
   GradientSink(ChunkManager& manager, std::span<const ParamHandle> params, StoredWeights* weights,
                GradientShards* shards, GradientStorages& absent, Executor& executor,
-               const SessionDevice& device, bool scaled,
-               const std::shared_ptr<MemoryTier>& shared_tier = nullptr);
+               const SessionDevice& device, bool scaled, CopyEngine& engine,
+               NonModelMemory& account, const std::shared_ptr<MemoryTier>& shared_tier = nullptr);
   ~GradientSink() override;  // in the .cc file: Node is incomplete here
   GradientSink(const GradientSink&) = delete;
   GradientSink& operator=(const GradientSink&) = delete;
 
-  /// Makes gradients leave the device by copies that run beside backward; see GradientCopies.
-  /// `account`: the account of the device's non-model memory.
-  void copy_beside_backward(CopyEngine& engine, NonModelMemory& account);
   /// Starts to follow gradients, once the parameters lie in chunks. From now on `events` is told
   /// after AccumulateGrad of each parameter, and the gate holds readers back from gradients on
   /// their way.

@@ -87,7 +87,7 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
                    }}),
       gradients_(chunks_.manager(), params_, chunks_.weights(), chunks_.gradient_shards(),
                  absent_gradients_, memory_.executor(), memory_.device(),
-                 options.precision == ScalarType::kFloat16,
+                 options.precision == ScalarType::kFloat16, chunks_.copies(), *memory_.nonmodel(),
                  memory_.rank_host_storage().gradients().tier),
       gate_(make_gate(self)),
       steps_(at::zeros({static_cast<std::int64_t>(params_.size())}, at::kFloat)),
@@ -104,9 +104,6 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
     const auto scope = memory_.device().run_on_stream();  // an eviction may come from any thread
     optimizer_state_.before_write_back(chunk, host, slot);
   });
-  if (chunks_.copies().asynchronous()) {
-    gradients_.copy_beside_backward(chunks_.copies(), *memory_.nonmodel());
-  }
   if (SessionRanks* const ranks = updates_.ranks()) {
     // A backward pass ends with the mean of its gradients, so that what looks at p.grad after it
     // sees what one process with all batches would.

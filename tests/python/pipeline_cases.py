@@ -22,7 +22,7 @@ from torch import distributed, nn
 import as_rank
 import castor
 import grids
-from castor.config.names import BACKWARD_ENTER
+from castor.config.event_names import BACKWARD_ENTER
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted, equal
 from tensor_cases import (

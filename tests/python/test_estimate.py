@@ -15,7 +15,7 @@ import pytest
 
 from castor import _C
 from castor.activations.block_profile import Link, spans_of
-from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER, GRAD_READY
+from castor.config.event_names import BACKWARD_ENTER, FORWARD_ENTER, GRAD_READY
 from castor.estimate import Estimate, Estimator, Workload, estimate, machine, preset_names
 from castor.estimate.machine import _data, parse_flops
 from castor.estimate.search import largest

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 import grids
 from castor import _C, HybridParallelPlugin
 from castor.cli import app
+from castor.config.event_names import GRAD_READY
 from castor.config.layout_plan import ENVIRONMENT, read_plan
-from castor.config.names import GRAD_READY, SPLIT_GATHER
+from castor.config.names import SPLIT_GATHER
 from castor.distributed import Mode
 from castor.errors import UsageError
 from castor.estimate.metatrace import Sent

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from castor import _C, Booster, GeminiPlugin
 from castor.config import Precision, StateFormat
-from castor.config.names import EVENT_KINDS, SCALAR_TYPES
+from castor.config.event_names import EVENT_KINDS
+from castor.config.names import SCALAR_TYPES
 from castor.estimate.metatrace import Step, record_step
 from castor.estimate.operators import Results
 from castor.runtime.engine import engine_of

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import castor
-from castor.config.names import FORWARD_ENTER
+from castor.config.event_names import FORWARD_ENTER
 from castor.report.html import embedded_json, page, page_data
 from castor.report.source import Source, duration, size, source_of
 from castor.report.verdict import Verdict, verdict_of

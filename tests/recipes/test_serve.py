@@ -525,5 +525,6 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(
         pressing.start()
         converse(model, sampling, system=None, fits=True, ask=lambda: next(turns))
         pressing.join()
-        assert 100 < slow.tokens < 195
+        # The second answer may end before 100 tokens, the first one has not got to its end.
+        assert 10 < slow.tokens < 195
     assert capsys.readouterr().out.count("\n") >= 2

@@ -27,8 +27,28 @@ _LISTED = re.compile(r"^ +\*\*arguments: .*$", re.MULTILINE)
 @functools.cache
 def types_of(kind: type) -> Mapping[str, Any]:
     """Returns the types of a dataclass's fields, with their checks: its own fields come first."""
-    known = get_type_hints(kind, include_extras=True)
-    return {name: known[name] for base in kind.__mro__ for name in inspect.get_annotations(base)}
+    known = hints_of(kind, include_extras=True)
+    return {name: known[name] for name in names_of(kind)}
+
+
+def hints_of(kind: type, *, include_extras: bool = False) -> dict[str, Any]:
+    """Returns typing.get_type_hints of a class of settings, whose module does not import torch."""
+    import torch
+
+    named = {"torch": torch, "nn": torch.nn}
+    return get_type_hints(kind, localns=named, include_extras=include_extras)
+
+
+def names_of(kind: type) -> dict[str, str]:
+    """Returns the types of a dataclass's fields as the source has them, in the order of types_of.
+
+    Nothing is imported for it.
+    """
+    found: dict[str, str] = {}
+    for base in kind.__mro__:
+        for name, written in inspect.get_annotations(base).items():
+            found.setdefault(name, written)
+    return found
 
 
 @functools.cache
@@ -37,7 +57,7 @@ def texts_of(kind: type) -> Mapping[str, str]:
 
     They are read from the sources; an application that was frozen without those has none.
     """
-    texts = dict.fromkeys(types_of(kind), "")
+    texts = dict.fromkeys(names_of(kind), "")
     for base in filter(is_dataclass, reversed(kind.__mro__)):
         for field, text in pairwise(_classes_of(base.__module__).get(base.__name__, [])):
             match field, text:
@@ -75,7 +95,7 @@ def documented(kind: type, *, besides: type = object) -> Callable[[Class], Class
                 break_on_hyphens=False,
             )
             for name, text in texts_of(kind).items()
-            if name not in types_of(besides)
+            if name not in names_of(besides)
         ]
         if target.__doc__ is not None:  # None: python -OO
             target.__doc__ = _LISTED.sub(lambda _: "\n".join(listed), target.__doc__)
@@ -86,7 +106,7 @@ def documented(kind: type, *, besides: type = object) -> Callable[[Class], Class
 
 def values_of(settings: object, kind: type) -> dict[str, Any]:
     """Returns those settings that are fields of `kind`, by name."""
-    return {name: getattr(settings, name) for name in types_of(kind)}
+    return {name: getattr(settings, name) for name in names_of(kind)}
 
 
 @dataclass(frozen=True, kw_only=True)

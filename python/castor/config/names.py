@@ -1,15 +1,13 @@
 """Names of choices, as users write them and as castor._C takes and gives them.
 
-Those of which a type checker should know are spelled here; tests/python/test_config.py holds them
-against the C++ enums (csrc/python/names.h), where all others come from.
+tests/python/test_config.py compares them with the C++ enums (csrc/python/names.h). The names of a
+trace's events are in event_names.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Literal
-
-from castor import _C
 
 PlacementPolicy = Literal["auto", "cpu", "cuda", "static"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -33,10 +31,3 @@ SCALAR_TYPES: dict[Precision, ScalarType] = {
     "fp16": "float16",
 }
 """Types of the parameters, by precision."""
-
-EVENT_KINDS = _C.NAMES["event_kind"]
-"""Moments of a step; traces and timelines have positions in it:"""
-FORWARD_ENTER, FORWARD_EXIT, BACKWARD_ENTER, GRAD_READY = map(
-    EVENT_KINDS.index, ("forward_enter", "forward_exit", "backward_enter", "grad_ready")
-)
-TRANSFER_CAUSES = _C.NAMES["transfer_cause"]

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Annotated
 
 from castor.config.block_choice import check_activations
-from castor.config.declared import Declared, at_least, check_fraction, types_of, values_of
+from castor.config.declared import Declared, at_least, check_fraction, names_of, values_of
 from castor.config.names import (
     Activations,
     NonFinite,
@@ -24,9 +21,12 @@ from castor.config.names import (
 )
 from castor.config.units import parse_bandwidth, parse_bytes, parse_paths
 
+if TYPE_CHECKING:  # `castor --help` imports this file, and not torch
+    import torch
+    from torch import nn
+
 Size = Annotated[int | str, parse_bytes]
 Bandwidth = Annotated[int | str, parse_bandwidth]
-_SIZE_TYPES = (Size | None, Bandwidth | None)
 Fraction = Annotated[float, check_fraction]
 
 
@@ -40,6 +40,8 @@ def check_format_of_precision(what: str, state_format: str, precision: str) -> N
 
 
 def _check_keep_fp32(value: object, name: str) -> None:
+    from torch import nn
+
     asked = "give a list of patterns of names and of classes of modules, ['*.gate']"
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{name} is {value!r}; {asked}")
@@ -314,7 +316,11 @@ class GeminiArguments(GeminiSettings):
         return self.placement_policy or self.tensor_placement_policy or "auto"
 
 
-SIZES = [name for name, kind in types_of(GeminiArguments).items() if kind in _SIZE_TYPES]
+SIZES = [
+    name
+    for name, kind in names_of(GeminiArguments).items()
+    if kind in ("Size | None", "Bandwidth | None")
+]
 """Arguments of GeminiPlugin that are sizes, which people give with a unit."""
 
 

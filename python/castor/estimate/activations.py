@@ -15,7 +15,7 @@ from castor.activations.output_embedding import output_embedding, rows_per_tile
 from castor.activations.recompute import Recomputation
 from castor.activations.tiles import tile_mlps
 from castor.config import TileLogits
-from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER
+from castor.config.event_names import BACKWARD_ENTER, FORWARD_ENTER
 from castor.estimate.metatrace import TraceEvent
 from castor.runtime.blocks import find_blocks, has_switch
 from castor.runtime.spec import ModelSpec

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from castor.config import Precision
-from castor.config.names import GRAD_READY
+from castor.config.event_names import GRAD_READY
 from castor.distributed.placeholders import PlaceholderBlock
 from castor.distributed.stages import Place
 from castor.estimate.metatrace import TraceEvent

@@ -6,13 +6,13 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from castor.config import GeminiConfig, parse_bandwidth, parse_bytes, parse_paths
-from castor.config.declared import types_of, values_of
+from castor.config.declared import hints_of, types_of, values_of
 from castor.config.settings import GeminiArguments, GeminiSettings
 from castor.plugins.not_yet import check_not_yet
 
@@ -54,7 +54,7 @@ def takes(
 
 def _signature(kind: Any) -> inspect.Signature:
     """Returns the signature of an __init__ that takes a dataclass's fields, and those not yet."""
-    fields, types = inspect.signature(kind).parameters, get_type_hints(kind)
+    fields, types = inspect.signature(kind).parameters, hints_of(kind)
     return inspect.Signature(
         [
             inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),

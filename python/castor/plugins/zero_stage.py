@@ -34,8 +34,8 @@ def group_of_reads(
     if size % replicas:
         raise ValueError(
             f"extra_dp_size={replicas} replicas of the model's weights are sharded over as many "
-            f"ranks each, of {size} with the same shard of it: start a multiple of {replicas} "
-            f"ranks, or give a number that divides {size}"
+            f"ranks each, of {size} ranks with the same shard of it: start a multiple of "
+            f"{replicas} ranks, or give a number that divides {size}"
         )
     if size == 1 or stage in ("auto", 1):
         return ""

@@ -15,7 +15,7 @@ from torch import nn
 from castor import _C
 from castor.booster import Booster
 from castor.checkpoint.files import write_file
-from castor.config.names import EVENT_KINDS, TRANSFER_CAUSES
+from castor.config.event_names import EVENT_KINDS, TRANSFER_CAUSES
 from castor.report.source import GUIDANCE, PAYLOAD_NAMES, Source, source_of
 from castor.report.verdict import verdict_of
 from castor.runtime.report import size

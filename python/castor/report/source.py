@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from castor.booster import Booster
-from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER
+from castor.config.event_names import BACKWARD_ENTER, FORWARD_ENTER
 from castor.errors import UsageError
 from castor.report.timeline import StepTimeline
 from castor.runtime.engine import Engine, engine_of

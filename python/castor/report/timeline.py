@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from castor.config.names import BACKWARD_ENTER, FORWARD_ENTER, FORWARD_EXIT, GRAD_READY
+from castor.config.event_names import BACKWARD_ENTER, FORWARD_ENTER, FORWARD_EXIT, GRAD_READY
 
 ROOT = 0
 

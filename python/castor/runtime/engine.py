@@ -238,7 +238,9 @@ class Engine(CollectiveCalls):
 
         That is memory of its chunk where possible; None: the chunk has no memory of the host's.
         """
-        if self.session.weight_sharded(self.index_of[param]):
+        index = self.index_of[param]
+        # Each rank's initialisers run, before all take rank 0's values.
+        if self.session.weight_sharded(index) or self.session.weight_shared(index):
             return in_own_pages(param.shape, dtype)
         host, master = self.on_host(param).data, self.session.master_view(self.index_of[param])
         if host.device.type != "cpu":  # its storage is a GPU's memory

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from castor.config.names import EVENT_KINDS
+from castor.config.event_names import EVENT_KINDS
 from castor.errors import UsageError
 from castor.runtime.spec import ModelSpec
 
