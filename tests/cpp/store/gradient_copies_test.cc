@@ -34,6 +34,7 @@ class GradientCopiesTest : public ::testing::Test {
   /// Sends a gradient of bytes `value`; returns what tells whether its memory is still there.
   std::weak_ptr<void> send(std::size_t chunk, int value, std::size_t bytes = kBytes) {
     auto memory = std::make_shared<Bytes>(bytes, static_cast<std::byte>(value));
+    account_->note_allocated(bytes);  // FakeDevice hears of the allocation's end
     EXPECT_TRUE(
         copies_->submit(chunk_id(chunk), *memory, memory, std::span(targets_[chunk]).first(bytes)));
     return memory;
@@ -92,7 +93,6 @@ TEST_F(GradientCopiesTest, WhatIsEmptyOrLargerThanTheWindowIsNotSent) {
 }
 
 TEST_F(GradientCopiesTest, AnAllocatorThatGoesOnCountingIsToldWhenTheGradientHasArrived) {
-  account_->note_allocated(kBytes);  // FakeDevice hears of the allocation's end
   send(0, 1);
   EXPECT_EQ(account_->bytes(), 0U) << "the window pays";
   copies_->wait(chunk_id(0));
