@@ -198,7 +198,7 @@ class SharedHostStorage::ViewArena final : public Arena {
     }
     return view_->data() + begin;
   }
-  // Its place is not lent out again.
+  // Its place is not handed out again.
   void deallocate(std::byte* data, std::size_t bytes) noexcept override {
     view_->unmap(data, size_of(bytes));
   }
@@ -229,7 +229,7 @@ class SharedHostStorage::CommonArena final : public Arena {
     }
     return common_->mapping.data() + begin;
   }
-  // Its place is not lent out again.
+  // Its place is not handed out again.
   void deallocate(std::byte* /*data*/, std::size_t /*bytes*/) noexcept override {}
   [[nodiscard]] bool shared_by_processes() const noexcept override { return true; }
   [[nodiscard]] std::string description() const override {

@@ -19,8 +19,8 @@ std::uint64_t monotonic_ns() {
 
 ChunkId chunk_id(std::size_t i) { return ChunkId{static_cast<std::uint32_t>(i)}; }
 
-/// What an operator uses, until it is over. Parts in the window come back before chunks on the
-/// device may leave it, and the owner, whoever drops it meanwhile, goes last.
+/// Chunks that an operator uses, until it is over. Parts in the window come back before those on
+/// the device may leave it, and the owner, whoever drops it meanwhile, goes last.
 struct OperatorVisit {
   std::shared_ptr<void> owner;
   ChunkPins chunks;

@@ -53,6 +53,16 @@ def simgpu(request: pytest.FixtureRequest, on: Callable[[str], None]) -> str:
     return device
 
 
+def run_on_both(
+    scenario: Callable[[Path], None], simgpu: str, on: Callable[[str], None], path: Path
+) -> None:
+    """Runs a scenario of two ranks, on the CPU device in `path` and on GPUs in a folder of it."""
+    for device in (CPU, simgpu):
+        on(device)
+        (path / device).mkdir(exist_ok=True)
+        succeeded(run(scenario, 2, path / device))
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(device, number of ranks, case, rank) -> weights, losses and report; rank None: alone."""
@@ -213,10 +223,7 @@ def test_gradients_that_are_not_finite_on_one_rank_skip_the_step_on_all(
 def test_what_a_loop_writes_and_reads_itself_is_what_it_is_on_the_cpu_device(
     simgpu: str, on: Callable[[str], None], tmp_path: Path
 ) -> None:
-    for device in (CPU, simgpu):
-        on(device)
-        (tmp_path / device).mkdir(exist_ok=True)
-        succeeded(run(gpu_rank_cases.edits_and_clips, 2, tmp_path / device))
+    run_on_both(gpu_rank_cases.edits_and_clips, simgpu, on, tmp_path)
     for path in tmp_path.glob("*.pt"):
         expected, _ = torch.load(path)
         found, _ = torch.load(tmp_path / simgpu / path.name)
@@ -297,10 +304,7 @@ def test_ranks_with_parts_of_a_model_on_one_gpu_are_named(simgpu: str, tmp_path:
 def test_stages_of_low_level_zero_have_the_bits_of_the_cpu_device(
     simgpu: str, on: Callable[[str], None], tmp_path: Path
 ) -> None:
-    for device in (CPU, simgpu):
-        on(device)
-        (tmp_path / device).mkdir(exist_ok=True)
-        succeeded(run(gpu_rank_cases.low_level_zero, 2, tmp_path / device))
+    run_on_both(gpu_rank_cases.low_level_zero, simgpu, on, tmp_path)
     for path in tmp_path.glob("*.pt"):
         expected, found = torch.load(path), torch.load(tmp_path / simgpu / path.name)
         assert all(map(torch.equal, found, expected)), path.name

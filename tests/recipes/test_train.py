@@ -76,6 +76,17 @@ def weights(run: Path) -> bytes:
     return (run / "model.safetensors").read_bytes()
 
 
+def run_script(name: str, *arguments: Path) -> None:
+    """Runs a script of this folder as `castor run` does, under SETTINGS."""
+    script = Path(__file__).with_name(name)
+    command = ["-m", "castor.integrations.script", json.dumps(SETTINGS), script, *arguments]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Path:
     """A run of `castor train`, from the command's function on."""
@@ -103,13 +114,7 @@ def others(place: Path, trained: Path) -> Path:
         recipe_file(place, "rewarded", "reward", rows="pairs.jsonl"),
         recipe_file(place, "pretrained", "pretrain", rows="text.jsonl", packing=True),
     ]
-    script = Path(__file__).with_name("several.py")
-    command = ["-m", "castor.integrations.script", json.dumps(SETTINGS), script, *files]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script("several.py", *files)
     return place
 
 
@@ -322,13 +327,7 @@ def killed(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         given = ["method.lora.lora_dropout=0.1"] if adapter == "lora" else []
         recipe = load(recipe_file(place, "killed", adapter=adapter), [*more, *given])
         (folder / f"{adapter}.yaml").write_text(dump(recipe))
-    script = Path(__file__).with_name("killed.py")
-    command = ["-m", "castor.integrations.script", json.dumps(SETTINGS), script, folder]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script("killed.py", folder)
     return folder
 
 

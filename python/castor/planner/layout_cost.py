@@ -141,9 +141,9 @@ class End(_Needs):
         figures = self._time(recorded, host_bytes=NO_NVME)
         self.device_bytes = figures["smallest_budget_bytes"]
         whole = int(figures["host_bytes"])
-        homes = 2 * recorded.param_bytes  # parameters and gradients
+        shared = 2 * recorded.param_bytes  # parameters and gradients
         sharing = ranks_sharing_host_storage(layout, cluster)
-        self.host_bytes = homes // sharing + max(0, whole - homes) // layout.dims.same_shard
+        self.host_bytes = shared // sharing + max(0, whole - shared) // layout.dims.same_shard
         self.nvme_bytes = self.nvme_weight_bytes = 0
         self.in_memory = self.slowdown, self.update
         """Slowdown and seconds of the update if nothing waited for NVMe."""
