@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "torch/device_bytes.h"
@@ -30,6 +32,17 @@ const std::string kUpdating =
 /// A weight that is still being updated may be opened by a thread that reads it, while another one
 /// enters its module and binds it. Held for a few assignments; never in a forked child.
 std::mutex pointing;
+
+using Message = std::optional<std::string>;
+
+/// Returns what torch throws for the storage. Torch reads it without a lock, on the thread that
+/// asked for the address: once torch may throw it, it stays, and the flag alone says whether torch
+/// does.
+Message& message_of(c10::StorageImpl& storage) {
+  return storage.get_extra_meta().custom_data_ptr_error_msg_;
+}
+
+bool tells_of_update(const Message& message) { return message && *message == kUpdating; }
 
 /// Sets the flag that tells torch to throw the storage's message, and has torch look at it.
 void set_throws(c10::StorageImpl& storage, c10::DataPtr data, bool throws) noexcept {
@@ -90,8 +103,9 @@ c10::Storage empty_storage(std::size_t bytes, c10::Device device) {
 void point(const c10::Storage& storage, std::byte* address) noexcept {
   const std::lock_guard lock(pointing);
   c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
-  const auto& message = own.get_extra_meta().custom_data_ptr_error_msg_;
-  const bool throws = message && (address == nullptr || *message == kUpdating);
+  const Message& message = message_of(own);
+  const bool throws =
+      tells_of_update(message) ? throws_when_read(own) : message && address == nullptr;
   set_throws(own, c10::DataPtr(address, own.device()), throws);
 }
 
@@ -102,8 +116,7 @@ void copy_pointer(const c10::Storage& from, const c10::Storage& to) {
   const std::lock_guard lock(pointing);
   c10::StorageImpl& source = *from.unsafeGetStorageImpl();
   c10::StorageImpl& own = *to.unsafeGetStorageImpl();
-  own.get_extra_meta().custom_data_ptr_error_msg_ =
-      source.get_extra_meta().custom_data_ptr_error_msg_;
+  message_of(own) = message_of(source);
   set_throws(own, c10::DataPtr(source._mutable_data_ptr_no_checks().get(), own.device()),
              throws_when_read(source));
 }
@@ -117,7 +130,7 @@ c10::Storage twin_of(const c10::Storage& storage) {
 }
 
 void forbid_null(const c10::Storage& storage, std::string message) {
-  storage.unsafeGetStorageImpl()->get_extra_meta().custom_data_ptr_error_msg_ = std::move(message);
+  message_of(*storage.unsafeGetStorageImpl()) = std::move(message);
 }
 
 void forbid(const c10::Storage& storage, std::string message) {
@@ -129,9 +142,11 @@ void forbid(const c10::Storage& storage, std::string message) {
 void forbid_while_updated(const c10::Storage& storage) {
   const std::lock_guard lock(pointing);
   c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
-  auto& message = own.get_extra_meta().custom_data_ptr_error_msg_;
+  Message& message = message_of(own);
   if (!message) {
     message = kUpdating;
+  }
+  if (tells_of_update(message)) {
     set_throws(own, std::move(own._mutable_data_ptr_no_checks()), true);
   }
 }
@@ -139,9 +154,7 @@ void forbid_while_updated(const c10::Storage& storage) {
 void allow(const c10::Storage& storage) noexcept {
   const std::lock_guard lock(pointing);
   c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
-  auto& message = own.get_extra_meta().custom_data_ptr_error_msg_;
-  if (message && *message == kUpdating) {
-    message.reset();
+  if (tells_of_update(message_of(own))) {
     set_throws(own, std::move(own._mutable_data_ptr_no_checks()), false);
   }
 }
@@ -231,9 +244,6 @@ void give_memory(const c10::Storage& storage, at::Tensor tensor) noexcept {
   const std::lock_guard lock(pointing);
   c10::StorageImpl& own = *storage.unsafeGetStorageImpl();
   c10::StorageImpl& other = *tensor.storage().unsafeGetStorageImpl();
-  if (throws_when_read(own)) {
-    own.get_extra_meta().custom_data_ptr_error_msg_.reset();
-  }
   own.set_allocator(other.allocator());
   own.set_resizable(other.resizable());
   const c10::Device device = own.device();

@@ -349,7 +349,10 @@ void install_hooks() {
 
 void notice_new_operators() { Operators::instance().notice_new(); }
 
-void set_before_data(BeforeData call) noexcept { before_data = call; }
+void set_before_data(BeforeData call) {
+  before_data = call;
+  install_hooks();
+}
 
 StorageWrites::StorageWrites(std::span<const c10::Storage> storages) {
   for (const c10::Storage& storage : storages) {

@@ -81,6 +81,6 @@ void notice_new_operators();
 /// pickling a parameter begins so, and then reads its storage. There is one for the process, called
 /// from any thread.
 using BeforeData = void (*)(const at::TensorBase& tensor);
-void set_before_data(BeforeData call) noexcept;
+void set_before_data(BeforeData call);
 
 }  // namespace castor

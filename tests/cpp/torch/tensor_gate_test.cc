@@ -7,6 +7,7 @@
 #include <atomic>
 #include <set>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -134,6 +135,35 @@ TEST_F(TensorGateTest, TorchThrowsWhereTheAddressOfAClosedTensorIsAskedFor) {
   EXPECT_THROW((void)tensors_[0].storage().data(), c10::Error);
   gate_->pass(0);
   EXPECT_EQ(tensors_[0].const_data_ptr(), memory_[0].data());
+}
+
+TEST_F(TensorGateTest, ThreadsThatAskForAddressesWhileGroupsCloseAndOpenAreToldOfTheUpdate) {
+  make();
+  watch();
+  std::atomic<bool> over = false;
+  std::atomic<int> num_told = 0;
+  std::atomic<int> num_other = 0;
+  {
+    std::vector<std::jthread> askers;
+    for (int i = 0; i < 2; ++i) {
+      askers.emplace_back([&] {
+        while (!over) {
+          try {
+            (void)tensors_[0].storage().data();
+          } catch (const c10::Error& error) {
+            const std::string_view message = error.what_without_backtrace();
+            (message.starts_with("the optimizer is still updating") ? num_told : num_other) += 1;
+          }
+        }
+      });
+    }
+    for (int round = 0; round < 20'000 || num_told < 100; ++round) {
+      gate_->close(0);
+      gate_->open(0);
+    }
+    over = true;
+  }
+  EXPECT_EQ(num_other, 0);
 }
 
 TEST_F(TensorGateTest, PassAllSettlesEveryClosedGroup) {
