@@ -138,6 +138,8 @@ class Predictor:
                 "h2d_bytes_per_second": float(link or self.hardware["copy"]),
                 "d2h_bytes_per_second": float(link or self.hardware["copy"]),
                 "dram_bytes_per_second": self.hardware["adam"],
+                "update_bytes_per_second": 0.0,
+                "device_update_fraction": 0.0,
                 "device_memory_bytes_per_second": self.hardware["adam"],
                 "parameter_copies": "overlapped" if link else "synchronous",
                 "gradient_copies": "overlapped" if link else "synchronous",

@@ -32,12 +32,27 @@ void check_hardware(const Hardware& hardware) {
   if (hardware.nvme_bytes_per_second != 0.0) {
     check_speed("nvme_bytes_per_second", hardware.nvme_bytes_per_second);
   }
+  if (hardware.update_bytes_per_second != 0.0) {
+    check_speed("update_bytes_per_second", hardware.update_bytes_per_second);
+  }
 }
 
 void check_optimizer_cost(const OptimizerCost& optimizer) {
   check_cost("state_bytes_per_element", optimizer.state_bytes_per_element);
   check_cost("moved_bytes_per_element", optimizer.moved_bytes_per_element);
+  check_cost("written_bytes_per_element", optimizer.written_bytes_per_element);
   check_cost("norm_bytes_per_element", optimizer.norm_bytes_per_element);
+  check_cost("device_update_fraction", optimizer.device_update_fraction);
+  if (optimizer.device_update_fraction > 1.0) {
+    throw InvalidArgument("device_update_fraction is " +
+                          std::to_string(optimizer.device_update_fraction) +
+                          "; it must lie in [0, 1]");
+  }
+  if (optimizer.written_bytes_per_element > optimizer.moved_bytes_per_element) {
+    throw InvalidArgument("an update moves " + std::to_string(optimizer.moved_bytes_per_element) +
+                          " bytes an element, and cannot write " +
+                          std::to_string(optimizer.written_bytes_per_element));
+  }
   if (optimizer.overlap == Overlap::kBackward) {
     throw InvalidArgument("the simulator has no updates beside backward; give kNone or kForward");
   }

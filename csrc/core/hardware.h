@@ -48,11 +48,14 @@ struct Hardware {
   double device_memory_bytes_per_second = 0.0;
   /// Speed of NVMe, reads and writes together; 0: there is no such tier.
   double nvme_bytes_per_second = 0.0;
+  /// Speed of the host's updates alone, which cores may bound below that of DRAM; 0: DRAM's.
+  double update_bytes_per_second = 0.0;
   CopyMode parameter_copies = CopyMode::kOverlapped;
   CopyMode gradient_copies = CopyMode::kOverlapped;
   UpdateCores update_cores = UpdateCores::kOwn;
-  /// Bytes of device memory reserved for gradients on their way to the host (docs/design/0016).
-  std::uint64_t gradient_window_bytes = 0;
+  /// Bytes of device memory reserved for gradients on their way to the host (docs/design/0016) and
+  /// for updates on the device (docs/design/0061).
+  std::uint64_t reserved_device_bytes = 0;
 };
 
 /// Bytes that the optimizer stores and moves for each trainable element (docs/design/0012).
@@ -62,16 +65,21 @@ struct OptimizerCost {
   double state_bytes_per_element = 0.0;
   /// Bytes read and written by an update, parameter and gradient included.
   double moved_bytes_per_element = 0.0;
+  /// Bytes of moved_bytes_per_element that are written.
+  double written_bytes_per_element = 0.0;
+  /// Share, in [0, 1], of the elements in host storage that the device updates beside the host:
+  /// they cross the link, and come back (docs/design/0061).
+  double device_update_fraction = 0.0;
   /// Bytes read once before the updates, for the gradient norm; 0 without clipping and checks.
   double norm_bytes_per_element = 0.0;
   /// Overlap of the updates with other work. Updates beside backward are not simulated.
   Overlap overlap = Overlap::kNone;
 };
 
-/// Throws InvalidArgument where a speed is not above 0; NVMe's may be 0.
+/// Throws InvalidArgument where a speed is not above 0; NVMe's and that of updates may be 0.
 void check_hardware(const Hardware& hardware);
-/// Throws InvalidArgument where a cost is negative or not finite, or where the overlap is
-/// kBackward.
+/// Throws InvalidArgument where a cost is negative or not finite, where a share is not in [0, 1],
+/// or where the overlap is kBackward.
 void check_optimizer_cost(const OptimizerCost& optimizer);
 
 /// Returns the elements that a chunk's payloads hold, alignment gaps included.

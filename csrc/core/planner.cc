@@ -14,7 +14,11 @@ class Planner final : private DryRun {
  public:
   Planner(const Trace& trace, const ChunkLayout& layout, std::span<const Placement> placements,
           const PlanOptions& options)
-      : DryRun(layout, placements, plan_), trace_(trace), layout_(layout), options_(options) {}
+      : DryRun(layout, placements, plan_),
+        trace_(trace),
+        layout_(layout),
+        options_(options),
+        awaits_backward_(layout.chunks().size(), false) {}
 
   Plan run() {
     list_accesses();
@@ -76,6 +80,7 @@ class Planner final : private DryRun {
   }
 
   void begin_access() override {
+    note_recomputed();
     if (options_.policy == PlacementPolicy::kCpu) {
       PlannedAccess& access = plan_.accesses_[now()];
       access.slot_cap_bytes = std::min(access.slot_cap_bytes, held_and_ahead_bytes());
@@ -110,19 +115,42 @@ class Planner final : private DryRun {
     }
   }
 
-  /// What PlacementPolicy::kCpu lets slots take: what stays while this access computes, and what
-  /// prefetching may add.
+  /// Notes which chunks a block's second forward used, in backward, and its backward is about to.
+  void note_recomputed() {
+    const PlannedAccess& access = plan_.accesses_[now()];
+    const bool forward = access.kind == EventKind::kForwardEnter;
+    if (!forward) {
+      in_backward_ = true;
+    } else if (access.module == plan_.accesses_.front().module) {
+      in_backward_ = false;  // the next pass
+    }
+    for (const ChunkId chunk : layout_.chunks_of(access.module)) {
+      awaits_backward_[index(chunk)] = forward && in_backward_;
+    }
+  }
+
+  /// What PlacementPolicy::kCpu lets slots take: what stays while this access computes, what its
+  /// backward uses again after a recomputation, and what prefetching may add.
   [[nodiscard]] std::size_t held_and_ahead_bytes() const {
     const auto& needed = layout_.chunks_of(plan_.accesses_[now()].module);
     std::size_t bytes = residency().held_bytes();
     for (const ChunkId chunk : needed) {
       bytes += moves(chunk) && !residency().held(chunk) ? residency().capacity(chunk) : 0;
     }
+    const auto counted = [&](ChunkId chunk) {
+      return !moves(chunk) || residency().held(chunk) ||
+             std::binary_search(needed.begin(), needed.end(), chunk);
+    };
+    for (std::size_t i = 0; i < awaits_backward_.size(); ++i) {
+      const ChunkId chunk{static_cast<std::uint32_t>(i)};
+      bytes += awaits_backward_[i] && !counted(chunk) ? residency().capacity(chunk) : 0;
+    }
     std::size_t left = options_.max_prefetch;
     const std::size_t end = std::min(plan_.accesses_.size(), now() + 1 + options_.max_prefetch);
     for (std::size_t i = now() + 1; i < end; ++i) {
       for (const ChunkId chunk : layout_.chunks_of(plan_.accesses_[i].module)) {
         if (left > 0 && moves(chunk) && residency().pins(chunk) == 0 &&
+            !awaits_backward_[index(chunk)] &&
             !std::binary_search(needed.begin(), needed.end(), chunk)) {
           bytes += residency().capacity(chunk);
           --left;
@@ -167,6 +195,8 @@ class Planner final : private DryRun {
   const PlanOptions& options_;
   Plan plan_;
   std::vector<std::size_t> nonmodel_;  // per access
+  bool in_backward_ = false;
+  std::vector<bool> awaits_backward_;  // per chunk
 };
 
 Plan make_plan(const Trace& trace, const ChunkLayout& layout, std::span<const Placement> placements,

@@ -19,7 +19,8 @@ struct PlanOptions {
   std::size_t fixed_device_bytes = 0;
   /// Number of chunks that may be fetched ahead of their use; 0 turns prefetching off.
   std::size_t max_prefetch = 1;
-  /// Placement policy. kCpu: keep nothing between uses. kAuto and the others: keep what fits.
+  /// Placement policy. kCpu: keep nothing between uses, except between a block's recomputation and
+  /// its backward. kAuto and the others: keep what fits.
   PlacementPolicy policy = PlacementPolicy::kAuto;
 };
 

@@ -29,7 +29,8 @@ class Simulation final : private DryRun {
         chunks_(layout.chunks().size()),
         h2d_(hardware.h2d_bytes_per_second),
         d2h_(hardware.d2h_bytes_per_second),
-        dram_(hardware.dram_bytes_per_second),
+        host_(hardware.update_bytes_per_second > 0.0 ? hardware.update_bytes_per_second
+                                                     : hardware.dram_bytes_per_second),
         nvme_(layout, placements, optimizer, stored, hardware.nvme_bytes_per_second) {}
 
   SimulatedStep run() {
@@ -64,7 +65,7 @@ class Simulation final : private DryRun {
   }
 
   void await_params() {
-    fixed_device_bytes_ = hardware_.gradient_window_bytes;
+    fixed_device_bytes_ = hardware_.reserved_device_bytes;
     for (std::size_t i = 0; i < chunks_.size(); ++i) {
       const ChunkId chunk{static_cast<std::uint32_t>(i)};
       const std::uint64_t on_nvme = nvme_.stored_bytes(chunk);
@@ -180,9 +181,28 @@ class Simulation final : private DryRun {
   void update_on_host(ChunkId chunk, double now) {
     const ChunkSpec& spec = layout_.chunk(chunk);
     if (spec.has_state && !on_device(chunk)) {
-      const double done = dram_.serve(now, elements_of(spec) * optimizer_.moved_bytes_per_element);
+      const double on_device = elements_of(spec) * optimizer_.device_update_fraction;
+      const double on_host = elements_of(spec) - on_device;
+      const double done = std::max(serve_on_host(now, on_host * optimizer_.moved_bytes_per_element),
+                                   update_over_link(on_device, now));
       chunks_[index(chunk)].updated = std::max(done, nvme_.update(chunk, now));
     }
+  }
+
+  // Pieces follow each other, so that both directions of the link are busy from the beginning.
+  double update_over_link(double elements, double now) {
+    if (elements == 0.0) {
+      return now;
+    }
+    const double written = elements * optimizer_.written_bytes_per_element;
+    const double read = elements * optimizer_.moved_bytes_per_element - written;
+    dram_seconds_ += (read + written) / hardware_.dram_bytes_per_second;
+    return std::max(h2d_.serve(now, read), d2h_.serve(now, written));
+  }
+
+  double serve_on_host(double now, double bytes) {
+    dram_seconds_ += bytes / hardware_.dram_bytes_per_second;
+    return host_.serve(now, bytes);
   }
 
   void finish() {
@@ -204,7 +224,7 @@ class Simulation final : private DryRun {
       } else if (norm_bytes > 0.0) {
         // What lies on NVMe is read ahead of this.
         const double read = nvme_.read_gradients(ChunkId{static_cast<std::uint32_t>(i)}, arrived);
-        clock_ = std::max(clock_, dram_.serve(read, norm_bytes));
+        clock_ = std::max(clock_, serve_on_host(read, norm_bytes));
       }
     }
     if (optimizer_.overlap == Overlap::kNone) {
@@ -214,19 +234,19 @@ class Simulation final : private DryRun {
     }
     // Device and host update side by side.
     result_.busy_seconds[at(Resource::kCompute)] += device_seconds;
-    double end = std::max({clock_ + device_seconds, dram_.free_at(), nvme_.free_at()});
+    double end = std::max({clock_ + device_seconds, host_.free_at(), nvme_.free_at(),
+                           h2d_.free_at(), d2h_.free_at()});
 
-    const double updates = dram_.busy();
     auto& busy = result_.busy_seconds;
     busy[at(Resource::kH2d)] = h2d_.busy();
     busy[at(Resource::kD2h)] = d2h_.busy();
     busy[at(Resource::kNvme)] = nvme_.busy();
     busy[at(Resource::kDram)] =
-        updates + static_cast<double>(result_.h2d_bytes + result_.d2h_bytes) /
-                      hardware_.dram_bytes_per_second;
+        dram_seconds_ + static_cast<double>(result_.h2d_bytes + result_.d2h_bytes) /
+                            hardware_.dram_bytes_per_second;
     end = std::max(end, busy[at(Resource::kDram)]);
     if (hardware_.update_cores == UpdateCores::kShared) {
-      end = std::max(end, busy[at(Resource::kCompute)] + updates);
+      end = std::max(end, busy[at(Resource::kCompute)] + host_.busy());
     }
     result_.step_seconds = end;
     const auto longest = std::max_element(busy.begin(), busy.end());
@@ -248,7 +268,8 @@ class Simulation final : private DryRun {
   double clock_ = 0.0;  // of the thread, or stream, that computes
   ServiceQueue h2d_;
   ServiceQueue d2h_;
-  ServiceQueue dram_;
+  ServiceQueue host_;          // the cores that update
+  double dram_seconds_ = 0.0;  // that updates and norm take of DRAM
   SimulatedNvme nvme_;
 };
 

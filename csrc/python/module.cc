@@ -233,6 +233,11 @@ py::dict report(Session& session) {
   figures["waste"] = session.layout().waste();
   figures["device_arena"] = session.memory().device_tier()->description();
   figures["host_arena"] = session.memory().host_tier()->description();
+  const DeviceUpdates* const device_updates = session.updates().device_updates();
+  figures["device_update_fraction"] = device_updates == nullptr ? 0.0 : device_updates->fraction();
+  figures["device_update_bytes"] = device_updates == nullptr ? 0 : device_updates->bytes();
+  figures["device_updated_elements"] =
+      device_updates == nullptr ? 0 : device_updates->updated_elements();
   figures["nvme_bytes"] = nvme.bytes;
   figures["nvme_weight_bytes"] = nvme.weight_bytes;
   figures["nvme_read_bytes"] = nvme.moved.read_bytes;

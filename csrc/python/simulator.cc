@@ -27,6 +27,7 @@
 #include "python/bindings.h"
 #include "python/names.h"
 #include "python/state_tensors.h"
+#include "store/device_updates.h"
 #include "store/storage_plan.h"
 #include "torch/optimizer_state.h"
 #include "torch/step_recorder.h"
@@ -123,16 +124,17 @@ class Simulator {
         .dram_bytes_per_second = speed("dram_bytes_per_second"),
         .device_memory_bytes_per_second = speed("device_memory_bytes_per_second"),
         .nvme_bytes_per_second = speed("nvme_bytes_per_second"),
+        .update_bytes_per_second = speed("update_bytes_per_second"),
         .parameter_copies = copy_mode(options, "parameter_copies"),
         .gradient_copies = copy_mode(options, "gradient_copies"),
         .update_cores = get("update_cores").cast<UpdateCores>(),
-        .gradient_window_bytes = copy_mode(options, "gradient_copies") == CopyMode::kOverlapped
-                                     ? largest_gradient_bytes(layout_)
+        .reserved_device_bytes = copy_mode(options, "gradient_copies") == CopyMode::kOverlapped
+                                     ? largest_gradient_bytes(layout_) + ring_bytes(options)
                                      : 0};
     const OptimizerCost optimizer = optimizer_cost(options);
 
     const Trace trace = trace_of(events);
-    std::size_t fixed_device_bytes = hardware.gradient_window_bytes;
+    std::size_t fixed_device_bytes = hardware.reserved_device_bytes;
     for (std::size_t i = 0; i < placements.size(); ++i) {
       if (placements[i] == Placement::kDevice) {
         fixed_device_bytes += payload_bytes(layout_.chunks()[i], optimizer);
@@ -237,6 +239,12 @@ class Simulator {
     return specs;
   }
 
+  /// Bytes of device memory for the share of the updates that runs there.
+  [[nodiscard]] std::size_t ring_bytes(const py::dict& options) const {
+    const bool shared = options["device_update_fraction"].cast<double>() > 0.0;
+    return shared ? DeviceUpdates::ring_bytes(layout_, *rule_) : 0;
+  }
+
   [[nodiscard]] OptimizerCost optimizer_cost(const py::dict& options) const {
     const auto overlap = options["overlap"].cast<Overlap>();
     if (overlap == Overlap::kBackward) {
@@ -248,6 +256,8 @@ class Simulator {
     const double state = state_bytes_per_element(type_, *rule_);
     return {.state_bytes_per_element = share * state,
             .moved_bytes_per_element = share * (2.0 * state + 3.0 * element),
+            .written_bytes_per_element = share * (state + element),
+            .device_update_fraction = options["device_update_fraction"].cast<double>(),
             .norm_bytes_per_element = options["with_norm"].cast<bool>() ? element : 0.0,
             .overlap = overlap};
   }

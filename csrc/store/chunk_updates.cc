@@ -31,7 +31,7 @@ void for_each_rule(const UpdateRule& rule, std::span<UpdateSegment> segments,
 
 ChunkUpdates::ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StateStore& places,
                            Executor& executor, std::shared_ptr<const UpdateRule> rule,
-                           ChunkReads& reads, RankWeights* ranks)
+                           ChunkReads& reads, RankWeights* ranks, DeviceUpdates* on_device)
     : layout_(layout),
       shards_(shards),
       places_(places),
@@ -39,6 +39,7 @@ ChunkUpdates::ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, St
       rule_(std::move(rule)),
       reads_(reads),
       ranks_(ranks),
+      on_device_(on_device),
       streams_(layout.params().size(), 0) {}
 
 const UpdateRule& ChunkUpdates::rule() const {
@@ -101,8 +102,13 @@ void ChunkUpdates::begin(ChunkId chunk) {
 }
 
 void ChunkUpdates::run_on_host(std::span<UpdateSegment> segments) const {
-  for_each_rule(*rule_, segments,
-                [this](const UpdateRule& rule, auto of_rule) { rule.update(executor_, of_rule); });
+  for_each_rule(*rule_, segments, [this](const UpdateRule& rule, auto of_rule) {
+    if (on_device_ != nullptr) {
+      on_device_->update(rule, executor_, of_rule);
+    } else {
+      rule.update(executor_, of_rule);
+    }
+  });
 }
 
 void ChunkUpdates::run_on_device(std::span<UpdateSegment> segments) const {

@@ -9,6 +9,7 @@
 #include "core/chunk_reads.h"
 #include "core/shard_map.h"
 #include "ranks/rank_weights.h"
+#include "store/device_updates.h"
 #include "store/state_store.h"
 
 namespace castor {
@@ -22,7 +23,8 @@ struct ParamUpdate {
 };
 
 /// Runner of the update rule, one chunk after the other, where the chunk's payloads are: on the
-/// host, on the device, or through the window for payloads on NVMe. With several ranks, each
+/// host, on the device, or through the window for payloads on NVMe. A share of the host's updates
+/// may run on the device (DeviceUpdates). With several ranks, each
 /// updates its shards and brings in those of the others; all run the same updates in the same
 /// order. Owned by the session.
 ///
@@ -33,10 +35,11 @@ struct ParamUpdate {
 /// For chunks on NVMe every call may throw IoError or CorruptionError.
 class ChunkUpdates {
  public:
-  /// All arguments outlive this. `ranks`: nullptr for a process that is alone.
+  /// All arguments outlive this. `ranks`: nullptr for a process that is alone. `on_device`: nullptr
+  /// where the host updates all that is in its memory.
   ChunkUpdates(const ChunkLayout& layout, const ShardMap& shards, StateStore& places,
                Executor& executor, std::shared_ptr<const UpdateRule> rule, ChunkReads& reads,
-               RankWeights* ranks);
+               RankWeights* ranks, DeviceUpdates* on_device);
 
   /// Returns whether other ranks run the same updates, and wait for each of them.
   [[nodiscard]] bool collective() const noexcept { return ranks_ != nullptr; }
@@ -80,6 +83,7 @@ class ChunkUpdates {
   const std::shared_ptr<const UpdateRule> rule_;
   ChunkReads& reads_;
   RankWeights* const ranks_;
+  DeviceUpdates* const on_device_;
   std::uint64_t seed_ = 0;
   std::vector<std::uint64_t> streams_;
 };

@@ -56,6 +56,15 @@ class DeviceKernels {
                             StreamId stream) = 0;
 };
 
+/// Stream of a device, with copies of its own, for work that the session's compute stream and
+/// copies do not wait for. Thread-safe; destruction waits for the copies in flight.
+class DeviceLane {
+ public:
+  virtual ~DeviceLane() = default;
+  [[nodiscard]] virtual StreamId stream() const noexcept = 0;
+  [[nodiscard]] virtual CopyEngine& copies() noexcept = 0;
+};
+
 /// Number of a device, as torch counts devices: c10::DeviceType and c10::DeviceIndex.
 struct DeviceId {
   std::int8_t type = 0;
@@ -104,6 +113,9 @@ class DeviceBackend {
   /// those of the first one, of which some wait for an update. Returns nullptr where the host
   /// addresses the device's memory.
   [[nodiscard]] virtual std::unique_ptr<CopyEngine> make_staging_engine() { return nullptr; }
+  /// Makes a lane for kernels over memory that its own copies bring. Returns nullptr where the host
+  /// addresses the device's memory.
+  [[nodiscard]] virtual std::unique_ptr<DeviceLane> make_lane() { return nullptr; }
   /// Makes the arena of slots and payloads, which the streams that use them order. The arena may
   /// outlive the backend.
   [[nodiscard]] virtual std::unique_ptr<Arena> make_device_arena() = 0;

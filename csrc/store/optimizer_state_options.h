@@ -9,6 +9,14 @@
 
 namespace castor {
 
+/// Share of the updates of chunks in host memory that run on the device (DeviceUpdates).
+struct DeviceShare {
+  /// Fraction of the elements, in [0, 1]. If it `adapts`, the one to begin with.
+  double fraction = 0.0;
+  /// Whether the fraction follows the times that host and device take.
+  bool adapts = false;
+};
+
 struct OptimizerStateOptions {
   /// Update rule; nullptr: another optimizer updates the parameters, which are fp32, and keeps its
   /// states itself.
@@ -20,6 +28,7 @@ struct OptimizerStateOptions {
   std::optional<NvmeOptions> nvme;
   /// Share of the state bytes that go to NVMe whether the host has room or not, in [0, 1].
   double nvme_fraction = 0.0;
+  DeviceShare device_share;
 };
 
 }  // namespace castor

@@ -35,6 +35,21 @@ RuntimeOptions runtime_options(const SessionMemory& memory, const SessionOptions
   return own;
 }
 
+std::unique_ptr<DeviceUpdates> make_device_updates(const SessionMemory& memory,
+                                                   const OptimizerStateOptions& states) {
+  const DeviceShare& share = states.device_share;
+  if (share.fraction == 0.0 && !share.adapts) {
+    return nullptr;
+  }
+  if (states.rule == nullptr) {
+    throw UsageError(
+        "device_update_fraction is given, and another optimizer than castor's updates "
+        "the parameters of this model; leave it out");
+  }
+  return std::make_unique<DeviceUpdates>(memory.layout(), *states.rule, memory.device(),
+                                         *memory.device_tier(), share);
+}
+
 std::unique_ptr<SessionRanks> make_ranks(const SessionUpdates::Parts& parts,
                                          const StateStore& states, const SessionOptions& options) {
   return !options.ranks
@@ -62,8 +77,10 @@ SessionUpdates::SessionUpdates(Parts parts, const SessionOptions& options)
       reads_(num_chunks(), [this](ChunkId chunk) { return copies_.finish(chunk); }),
       copies_(parts_.memory.layout(), parts_.memory.shards(), states_, parts_.memory.executor(),
               parts_.memory.host_tier()->ledger(), reads_),
+      device_updates_(make_device_updates(parts_.memory, options.state)),
       updates_(parts_.memory.layout(), parts_.memory.shards(), states_, parts_.memory.executor(),
-               options.state.rule, reads_, ranks_ ? &ranks_->weights() : nullptr),
+               options.state.rule, reads_, ranks_ ? &ranks_->weights() : nullptr,
+               device_updates_.get()),
       updater_(Updater::Parts{.layout = parts_.memory.layout(),
                               .updates = updates_,
                               .places = states_,

@@ -12,6 +12,7 @@
 #include "store/chunk_copies.h"
 #include "store/chunk_gradients.h"
 #include "store/chunk_updates.h"
+#include "store/device_updates.h"
 #include "store/operator_gate.h"
 #include "store/run_integrity.h"
 #include "store/session_chunks.h"
@@ -59,6 +60,10 @@ class SessionUpdates {
   [[nodiscard]] ChunkUpdates& chunk_updates() noexcept { return updates_; }
   [[nodiscard]] const ChunkUpdates& chunk_updates() const noexcept { return updates_; }
   [[nodiscard]] Updater& updater() noexcept { return updater_; }
+  /// Returns the updates of chunks in host memory that run on the device; nullptr: none do.
+  [[nodiscard]] const DeviceUpdates* device_updates() const noexcept {
+    return device_updates_.get();
+  }
   [[nodiscard]] ChunkReads& reads() noexcept { return reads_; }
   /// Returns the copies of chunks that a save reads.
   [[nodiscard]] ChunkCopies& copies() noexcept { return copies_; }
@@ -125,6 +130,7 @@ class SessionUpdates {
   RunIntegrity integrity_;
   ChunkReads reads_;
   ChunkCopies copies_;
+  std::unique_ptr<DeviceUpdates> device_updates_;  // nullptr: none
   ChunkUpdates updates_;
   Updater updater_;
 };

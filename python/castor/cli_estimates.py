@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
@@ -58,6 +58,10 @@ def estimate(
         str | None, typer.Option(help="Link from the device; without a preset, as h2d.")
     ] = None,
     dram: Annotated[str | None, typer.Option(help="Host memory, such as 60GB/s.")] = None,
+    updates: Annotated[
+        str | None,
+        typer.Option(help="The host's optimizer alone, such as 85GB/s. Default: as --dram."),
+    ] = None,
     flops: Annotated[str | None, typer.Option(help="Sustained FLOP/s, such as 70T.")] = None,
     device_bandwidth: Annotated[
         str | None, typer.Option(help="Device memory, such as 750GB/s.")
@@ -101,6 +105,9 @@ def estimate(
     gather_embeddings: Annotated[
         bool, typer.Option("--gather-embeddings", help="As in GeminiPlugin.")
     ] = False,
+    device_update_fraction: Annotated[
+        str, typer.Option(help="As in GeminiPlugin; auto: the share with the shortest step.")
+    ] = "0",
     nproc: Annotated[int, typer.Option(help="Ranks on a machine; --batch is of each.", min=1)] = 1,
     nodes: Annotated[int, typer.Option(help="Machines with as many ranks.", min=1)] = 1,
     transport: Annotated[
@@ -183,6 +190,7 @@ def _estimate(
     h2d: str | None,
     d2h: str | None,
     dram: str | None,
+    updates: str | None,
     flops: str | None,
     device_bandwidth: str | None,
     operator_us: float | None,
@@ -197,6 +205,7 @@ def _estimate(
     overlap: str,
     max_prefetch: int,
     gather_embeddings: bool,
+    device_update_fraction: str,
     nproc: int,
     nodes: int,
     transport: str | None,
@@ -227,12 +236,13 @@ def _estimate(
         overlap=cast(Overlap, overlap),
         max_prefetch=max_prefetch,
         gather_embeddings=gather_embeddings,
+        device_update_fraction=_update_fraction(device_update_fraction),
         lora_rank=lora or (_QLORA_RANK if qlora else None),
         four_bit_base=qlora,
     )
     figures: dict[str, Any] = {
         "device_memory": device_memory, "host_memory": host_memory, "h2d": h2d, "d2h": d2h,
-        "dram": dram, "flops": flops, "device_bandwidth": device_bandwidth,
+        "dram": dram, "updates": updates, "flops": flops, "device_bandwidth": device_bandwidth,
         "operator_us": operator_us, "nvme": nvme, "nvme_memory": nvme_memory,
     }  # fmt: skip
     if nproc * nodes > 1:
@@ -269,6 +279,17 @@ def _estimate(
     return found.fits
 
 
+def _update_fraction(text: str) -> float | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"--device-update-fraction is {text!r}; give 'auto' or a fraction in [0, 1]"
+        ) from None
+
+
 _QLORA_RANK = 16
 """Rank of the adapters where --qlora is given alone, and of a table's."""
 
@@ -276,7 +297,8 @@ _NO_OPTIONS_OF_A_STEP = ("configs", "fresh", "table", "output")
 
 _FIXED_IN_A_TABLE = {
     **dict.fromkeys(("preset", "device_memory", "host_memory", "h2d", "d2h", "dram", "flops")),
-    **dict.fromkeys(("device_bandwidth", "operator_us", "activations")),
+    **dict.fromkeys(("updates", "device_bandwidth", "operator_us", "activations")),
+    "device_update_fraction": "0",
     **dict.fromkeys(("transport", "link", "network")),
     "nproc": 1, "nodes": 1, "qlora": False,
 }  # fmt: skip

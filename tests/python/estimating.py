@@ -45,6 +45,8 @@ OPTIONS: dict[str, object] = {
     "h2d_bytes_per_second": 1.0,
     "d2h_bytes_per_second": 1.0,
     "dram_bytes_per_second": 1.0,
+    "update_bytes_per_second": 0.0,
+    "device_update_fraction": 0.0,
     "device_memory_bytes_per_second": 1.0,
     "parameter_copies": "overlapped",
     "gradient_copies": "overlapped",

@@ -30,6 +30,9 @@ STEPS = 5
 SMALL = {"chunk_bytes": "8KiB"}
 """Several chunks of a tower."""
 
+SHARED = {"placement_policy": "cpu", "device_update_fraction": 0.6}
+"""A share of the updates on the GPU; on the CPU device there is none."""
+
 EXACT = {
     "ample": RankCase(tower, _tower_loss, SMALL),
     "ample, overlap none": RankCase(tower, _tower_loss, SMALL | {"overlap": "none"}),
@@ -42,6 +45,7 @@ EXACT = {
         tower, _tower_loss, SMALL | {"memory": "tight on rank 1", "overlap": "none"}
     ),
     "all on the device": RankCase(tower, _tower_loss, SMALL | {"placement_policy": "cuda"}),
+    "updates shared": RankCase(tower, _tower_loss, SMALL | SHARED),
     "half on the device": RankCase(
         tower,
         _tower_loss,
@@ -81,6 +85,9 @@ CLOSE = {
         for state_format in ("fp32", "split", "split_bf16", "split_int8")
         for where, memory in (("", {}), (", tight", {"memory": "tight"}))
     },
+    "bf16 split, updates shared": RankCase(
+        tower, _tower_loss, SMALL | SHARED | {"precision": "bf16"}
+    ),
     "fp16": _zoo("llama", precision="fp16", initial_scale=2.0**8),
     "nvme states": RankCase(
         tower, _tower_loss, SMALL | {"nvme_path": "build", "nvme_offload_fraction": 1.0}
@@ -92,7 +99,8 @@ SOME_EXACT = grids.some(tuple(EXACT), *(EXACT.keys() - {"uneven", "checkpointed"
 SOME_CLOSE = grids.some(
     tuple(CLOSE),
     *("accumulated, tight", "deferred, tight", "bf16 fp32, tight", "bf16 split"),
-    *("bf16 split_bf16, tight", "bf16 split_int8, tight", "fp16", "nvme states"),
+    *("bf16 split_bf16, tight", "bf16 split_int8, tight", "bf16 split, updates shared"),
+    *("fp16", "nvme states"),
 )
 ON_FOUR = grids.some(
     ("ample", "tight", "one rank tight", "uneven", "all on the device", "bf16 split"),
@@ -124,6 +132,8 @@ def _train_all(directory: Path, ranks: range, suffix: str) -> None:
 def _with_memory(case: RankCase, *, tight: bool) -> RankCase:
     """The case with bytes; `tight`: this is rank 1."""
     settings = dict(case.settings)
+    if "CASTOR_TEST_DEVICE" not in os.environ:
+        settings.pop("device_update_fraction", None)
     asked = settings.pop("memory", None)
     if asked is not None:
         little = _tight(case.build, case.loss)

@@ -32,6 +32,7 @@ KEYS = {
     "step_time_s",
     "bound",
     "tokens_per_s",
+    "device_update_fraction",
     "max_batch",
     "max_sequence",
     "nonmodel_bytes",

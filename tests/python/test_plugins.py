@@ -73,7 +73,9 @@ def test_an_engine_needs_no_plugin() -> None:
             max_prefetch=1, warmup_nonmodel_ratio=0.8, steady_cap_ratio=1.0, margin_ratio=1.0
         ),
         budgets=_C.SharedBudgets(device_bytes=8 * MIB, host_bytes=8 * MIB, nvme_bytes=MIB),
-        state=_C.StateOptions(rule=None, state_format="fp32", nvme=None, nvme_fraction=0.0),
+        state=_C.StateOptions(
+            rule=None, state_format="fp32", nvme=None, nvme_fraction=0.0, device_fraction=0.0
+        ),
         overlap="none",
         num_threads=0,
     )

@@ -49,6 +49,18 @@ class Fence final : public ComputeFence {
   const std::vector<CopyTicket> waited_;
 };
 
+/// A lane on the one stream, the calling thread.
+class Lane final : public DeviceLane {
+ public:
+  explicit Lane(std::uint64_t bytes_per_second)
+      : copies_({.bytes_per_second = bytes_per_second, .copy = {}}) {}
+  [[nodiscard]] StreamId stream() const noexcept override { return {}; }
+  [[nodiscard]] CopyEngine& copies() noexcept override { return copies_; }
+
+ private:
+  AsyncCopyEngine copies_;
+};
+
 }  // namespace
 
 void DeviceMemory::add(const std::byte* data, std::size_t bytes) {
@@ -84,6 +96,10 @@ std::unique_ptr<CopyEngine> SimulatedDevice::make_copy_engine() {
   auto copies = std::make_unique<SimulatedCopies>(bytes_per_second_);
   copies_ = copies.get();
   return copies;
+}
+
+std::unique_ptr<DeviceLane> SimulatedDevice::make_lane() {
+  return std::make_unique<Lane>(bytes_per_second_);
 }
 
 std::unique_ptr<Arena> SimulatedDevice::make_device_arena() {

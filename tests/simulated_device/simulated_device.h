@@ -54,6 +54,7 @@ class SimulatedDevice final : public DeviceBackend, public DeviceKernels {
   [[nodiscard]] std::unique_ptr<CopyEngine> make_staging_engine() override {
     return std::make_unique<SimulatedCopies>(bytes_per_second_);
   }
+  [[nodiscard]] std::unique_ptr<DeviceLane> make_lane() override;
   [[nodiscard]] std::unique_ptr<Arena> make_device_arena() override;
   [[nodiscard]] std::unique_ptr<Arena> make_host_arena() override;
   void follow(const std::shared_ptr<DeviceAccount>& account) override;

@@ -79,6 +79,29 @@ class EventFence final : public ComputeFence {
   cudaEvent_t event_ = nullptr;
 };
 
+class CudaLane final : public DeviceLane {
+ public:
+  explicit CudaLane(c10::DeviceIndex device) : device_(device), copies_(device) {
+    const cuda::ScopedDevice current(device_);
+    cuda::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  }
+  ~CudaLane() override {
+    const cuda::ScopedDevice current(device_);
+    static_cast<void>(cudaStreamSynchronize(stream_));
+    static_cast<void>(cudaStreamDestroy(stream_));
+  }
+  CudaLane(const CudaLane&) = delete;
+  CudaLane& operator=(const CudaLane&) = delete;
+
+  [[nodiscard]] StreamId stream() const noexcept override { return cuda::stream_id(stream_); }
+  [[nodiscard]] CopyEngine& copies() noexcept override { return copies_; }
+
+ private:
+  const c10::DeviceIndex device_;
+  cudaStream_t stream_ = nullptr;
+  cuda::StreamCopyEngine copies_;
+};
+
 class CudaBackend final : public DeviceBackend, public DeviceKernels {
  public:
   explicit CudaBackend(c10::DeviceIndex device) : device_(device) {}
@@ -115,6 +138,10 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
 
   [[nodiscard]] std::unique_ptr<CopyEngine> make_staging_engine() override {
     return std::make_unique<cuda::StreamCopyEngine>(device_);
+  }
+
+  [[nodiscard]] std::unique_ptr<DeviceLane> make_lane() override {
+    return std::make_unique<CudaLane>(device_);
   }
 
   [[nodiscard]] std::unique_ptr<Arena> make_device_arena() override {

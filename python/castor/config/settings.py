@@ -17,6 +17,7 @@ from castor.config.names import (
     Precision,
     StateFormat,
     TileLogits,
+    UpdateFraction,
     ZeroStage,
 )
 from castor.config.units import parse_bandwidth, parse_bytes, parse_paths
@@ -84,6 +85,15 @@ def _check_room_for_plans(value: float, name: str) -> None:
 def _check_seed(value: int, name: str) -> None:
     if not 0 <= value < 2**64:
         raise ValueError(f"{name} is {value}; it must lie in [0, 2**64)")
+
+
+def check_update_fraction(value: object, name: str) -> None:
+    """Raises TypeError or ValueError unless the value is a device_update_fraction."""
+    if value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; choose 'auto' or a fraction in [0, 1]")
+    check_fraction(value, name)
 
 
 def _check_tile_logits(value: object, name: str) -> None:
@@ -170,6 +180,12 @@ class GeminiSettings(StepSettings, LossScalerConfig):
     that it looks up; a GPU reads them over its link. The other rows then need no device memory and
     no copy. This pays where a batch has far fewer tokens than the vocabulary. A weight tied to
     another module comes to the device for that module. Same bits. For "auto" and "cpu"."""
+    device_update_fraction: Annotated[UpdateFraction, check_update_fraction] = 0.0
+    """Share, in [0, 1], of the updates of chunks on the host that the GPU runs beside the host's:
+    weights, gradients and states cross the link in pieces, and come back. This pays where the
+    host's memory is slower than the link, in steps of few tokens. Same bits for every share. Takes
+    up to 48 MiB of device_memory. "auto" follows the times that host and GPU take. For fused
+    optimizers; Twin-Flow of ZeRO-Offload++ (DeepSpeed 2023) has the host's share as `ratio`."""
     max_prefetch: Annotated[int, at_least(0)] = 1
     """Number of chunks that may be fetched ahead of their use."""
     warmup_non_model_data_ratio: Annotated[Fraction, _check_room_for_chunks] = 0.8

@@ -61,6 +61,8 @@ class Estimate:
     does not fit."""
     tokens_per_s: float | None
     """Samples times tokens of a sample over seconds; None if the step does not fit."""
+    device_update_fraction: float
+    """Share of the host's updates that the device runs."""
     max_batch: int
     """Samples of the largest batch that fits; 0 if none does."""
     max_sequence: int | None
@@ -95,6 +97,22 @@ class Estimate:
         for name in ("busy_s", "parameters", "trained_parameters", "flops", "remedies"):
             del figures[name]
         return figures
+
+
+_FIRST_SHARE = 0.4
+"""Share of the updates on the device while other choices are searched for, with "auto"."""
+
+
+def lowest(function: Callable[[float], float]) -> float:
+    """Returns where in [0, 1] a convex function is lowest, to a hundredth."""
+    low, high = 0.0, 1.0
+    while high - low > 0.01:
+        third = (high - low) / 3
+        if function(low + third) <= function(high - third):
+            high -= third
+        else:
+            low += third
+    return min((0.0, round((low + high) / 2, 3), 1.0), key=function)
 
 
 class Estimator:
@@ -178,6 +196,7 @@ class Estimator:
             step_time_s=seconds if fits else None,
             bound=figures["bound"] if fits else None,
             tokens_per_s=batch * self.workload.sequence / seconds if fits else None,
+            device_update_fraction=figures["device_update_fraction"],
             max_batch=max_batch,
             max_sequence=max_sequence,
             busy_s=figures["busy_seconds"],
@@ -224,11 +243,13 @@ class Estimator:
         # Times are in `seconds`; those of the events are not read.
         events: Events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in trace]
         seconds = [seconds_of(event, machine) for event in trace]
+        share = self.workload.device_update_fraction
         on = options(
             machine,
             overlap=self.workload.overlap,
             max_prefetch=self.workload.max_prefetch,
             margin_ratio=margin_ratio,
+            device_update_fraction=_FIRST_SHARE if share == "auto" else share,
         )
 
         num_blocks = self._blocks.num_blocks if self._blocks else 0
@@ -259,7 +280,15 @@ class Estimator:
         decisions: Decisions = ("offload" if offloads else "recompute",) * num_blocks
         if self.workload.activations == "auto" and num_blocks and not least:
             decisions = search(choice, num_blocks, num_blocks).decisions
+        if share == "auto" and not least:
+
+            def seconds_with(fraction: float) -> float:
+                on["device_update_fraction"] = fraction
+                return float(simulated(decisions)["step_seconds"])
+
+            on["device_update_fraction"] = lowest(seconds_with)
         return simulated(decisions) | {
+            "device_update_fraction": on["device_update_fraction"],
             "recomputed_blocks": decisions.count("recompute"),
             "offloaded_blocks": decisions.count("offload"),
             "rows_per_tile": tile,

@@ -38,6 +38,8 @@ class Machine:
     """FLOP/s of matrix products in the working precision."""
     device_bandwidth: float | None
     """Bytes per second of device memory; None: operators are counted by FLOPs alone."""
+    updates: float | None = None
+    """Bytes per second of the host's optimizer alone, reads and writes together; None: dram."""
     operator_seconds: float | None = None
     """Seconds that each operator takes beside its FLOPs and bytes; None: not counted."""
     nvme: float | None = None
@@ -134,6 +136,7 @@ def machine(
     h2d: int | str | None = None,
     d2h: int | str | None = None,
     dram: int | str | None = None,
+    updates: int | str | None = None,
     flops: float | str | None = None,
     device_bandwidth: int | str | None = None,
     operator_us: float | None = None,
@@ -154,6 +157,7 @@ def machine(
         h2d: Bandwidth from host to device.
         d2h: Bandwidth from device to host. Without a preset, h2d by default.
         dram: Bandwidth of host memory, reads and writes together.
+        updates: Bandwidth of the host's optimizer, which cores may bound below dram. Default: dram.
         flops: FLOP/s of matrix products, or a rate such as "70T".
         device_bandwidth: Bandwidth of device memory. Without it and without a preset, operators
             take the time of their FLOPs alone.
@@ -176,7 +180,7 @@ def machine(
     if nvme_memory is not None and nvme is None:
         raise ValueError("nvme_memory needs nvme, the bandwidth of the device")
     speeds = {"h2d": h2d, "d2h": d2h, "dram": dram, "device_bandwidth": device_bandwidth}
-    speeds["nvme"] = nvme
+    speeds |= {"nvme": nvme, "updates": updates}
     given: dict[str, Any] = {}
     for field, (name, value) in sizes.items():
         if value is not None:

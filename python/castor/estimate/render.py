@@ -56,6 +56,8 @@ def render(estimate: Estimate, workload: Workload, machine: Machine, console: Co
         table.add_row("step", f"{estimate.step_time_s:.2f} s")
         table.add_row("bound by", _BOUNDS[estimate.bound])
         table.add_row("tokens/s", f"{estimate.tokens_per_s:,.0f}")
+        if workload.device_update_fraction:
+            table.add_row("updates", f"{estimate.device_update_fraction:.0%} on the device")
     table.add_row("largest batch", str(estimate.max_batch) if estimate.max_batch else "none fits")
     if estimate.max_sequence is not None:
         longest = f"{estimate.max_sequence} tokens" if estimate.max_sequence else "none fits"

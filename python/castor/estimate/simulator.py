@@ -78,6 +78,7 @@ def options(
     max_prefetch: int = 1,
     margin_ratio: float = 1.0,
     num_ranks: int = 1,
+    device_update_fraction: float = 0.0,
 ) -> dict[str, Any]:
     """Returns the options of Simulator.run for a step.
 
@@ -87,6 +88,7 @@ def options(
         max_prefetch: GeminiPlugin's max_prefetch.
         margin_ratio: GeminiPlugin's gpu_margin_mem_ratio.
         num_ranks: Number of replicas, which shard the optimizer state.
+        device_update_fraction: GeminiPlugin's device_update_fraction, as a number.
     """
     on_host = machine.on_host
     copies = "synchronous" if on_host else "overlapped"
@@ -97,6 +99,8 @@ def options(
         "h2d_bytes_per_second": machine.h2d,
         "d2h_bytes_per_second": machine.d2h,
         "dram_bytes_per_second": machine.dram,
+        "update_bytes_per_second": machine.updates or 0.0,
+        "device_update_fraction": device_update_fraction,
         # For updates on the device.
         "device_memory_bytes_per_second": machine.device_bandwidth or machine.dram,
         "parameter_copies": copies,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from castor.config import Precision, StateFormat
+from castor.config.names import UpdateFraction
+from castor.config.settings import check_update_fraction
 from castor.estimate.model import SHORTEST_SEQUENCE
 from castor.runtime.rules import RULES
 
@@ -35,6 +37,9 @@ class Workload:
     """Number of chunks that may be fetched ahead of their use, as in GeminiPlugin."""
     gather_embeddings: bool = False
     """Whether embeddings stay in host memory, as in GeminiPlugin."""
+    device_update_fraction: UpdateFraction = 0.0
+    """Share of the host's updates that the device runs, as in GeminiPlugin; "auto": the share with
+    the shortest step."""
     lora_rank: int | None = None
     """Rank of LoRA adapters on all linear layers, with all other parameters frozen; None: there are
     no adapters."""
@@ -46,6 +51,7 @@ class Workload:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; give an int of at least {least}")
+        check_update_fraction(self.device_update_fraction, "device_update_fraction")
         rank: Any = self.lora_rank
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
             raise ValueError(f"lora_rank is {rank!r}; give an int of at least 1")

@@ -59,6 +59,11 @@ def _check_optimizer(optimizer: Optimizer, rule: FusedRule | None, config: Gemin
     generic = f"{name} with these options runs its own step"
     if patched_step_of(optimizer) is not None:
         generic = f"{name}.step was replaced on this object before boost, and runs as it is"
+    if config.device_update_fraction:
+        raise NotImplementedError(
+            f"device_update_fraction={config.device_update_fraction!r} shares the updates of a "
+            f"fused optimizer with the GPU, and {generic}; leave it out, or use {instead}"
+        )
     if config.overlap != "none":
         raise NotImplementedError(
             f"overlap={config.overlap!r} needs a step of castor's own, and {generic}; use "

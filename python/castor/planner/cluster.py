@@ -17,8 +17,8 @@ from castor.estimate.machine import CPU_DEVICE, Machine, machine
 _COUNTS = ("nodes", "ranks_per_node")
 _BETWEEN = ("link", "link_latency_us", "network", "network_latency_us", "transport")
 _OF_A_NODE = (
-    *("device_memory", "host_memory", "h2d", "d2h", "dram", "flops", "device_bandwidth"),
-    *("operator_us", "nvme", "nvme_memory"),
+    *("device_memory", "host_memory", "h2d", "d2h", "dram", "updates", "flops"),
+    *("device_bandwidth", "operator_us", "nvme", "nvme_memory"),
 )
 _MICROSECOND = 1e-6
 Transport = Literal["host", "nccl"]
@@ -160,9 +160,9 @@ class Cluster:
 
         - nodes (default 1) and ranks_per_node: counts.
         - device: a preset of castor estimate, or "cpu" for ranks that compute on the host.
-        - device_memory, host_memory, h2d, d2h, dram, flops, device_bandwidth, operator_us, nvme,
-          nvme_memory: figures as in castor estimate's options. host_memory, dram, nvme and
-          nvme_memory are those of a full node.
+        - device_memory, host_memory, h2d, d2h, dram, updates, flops, device_bandwidth,
+          operator_us, nvme, nvme_memory: figures as in castor estimate's options. host_memory,
+          dram, updates, nvme and nvme_memory are those of a full node.
         - nvme_path: directories on each node's NVMe, as in GeminiPlugin; required with nvme.
         - at_once: number of a node's ranks that have processors at a time, for device "cpu"
           (default: all).
@@ -220,6 +220,7 @@ class Cluster:
             of_node,
             host_bytes=of_node.host_bytes // each,
             dram=of_node.dram / min(each, at_once),
+            updates=of_node.updates and of_node.updates / min(each, at_once),
             nvme=of_node.nvme and of_node.nvme / each,
             nvme_bytes=of_node.nvme_bytes and of_node.nvme_bytes // each,
         )

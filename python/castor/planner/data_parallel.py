@@ -68,6 +68,7 @@ def estimate_ranks(config: Path, workload: Workload, cluster: Cluster) -> RanksE
         ("activations", workload.activations, get_args(LayoutActivations)),
         ("max-prefetch", workload.max_prefetch, (1,)),
         ("gather-embeddings", workload.gather_embeddings, (False,)),
+        ("device-update-fraction", workload.device_update_fraction, (0.0,)),
     ):
         if given not in known:
             raise UsageError(

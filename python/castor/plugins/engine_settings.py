@@ -33,6 +33,12 @@ def _of_rank(directory: Path, groups: ParallelGroups) -> Path:
     return own
 
 
+def _device_fraction(config: GeminiConfig) -> float | None:
+    """Returns the fixed share of the updates that run on the device; None: it adapts."""
+    fraction = config.device_update_fraction
+    return None if fraction == "auto" else float(fraction)
+
+
 def engine_settings(
     config: GeminiConfig,
     *,
@@ -86,6 +92,7 @@ def engine_settings(
             rule=rule.name if rule else None,
             nvme=nvme if config.nvme_paths else None,
             nvme_fraction=config.nvme_offload_fraction or 0.0,
+            device_fraction=_device_fraction(config) if rule else 0.0,
         ),
         overlap=config.overlap if rule else "none",
         num_threads=groups.share_of_cores(),

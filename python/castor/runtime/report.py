@@ -181,6 +181,13 @@ class MemoryReport:
     memory. Where they do not, all bytes go over the process group."""
     rank_seconds: float
     """Seconds spent on exchanging gradients and weights, waiting for other ranks included."""
+    device_update_fraction: float
+    """Share of the updates of chunks on the host that the GPU runs (device_update_fraction);
+    "auto": the share of the next update."""
+    device_updated_elements: int
+    """Elements of chunks on the host that the GPU has updated."""
+    device_update_bytes: int
+    """Device bytes that these updates take of the budget."""
     nvme_engine: str
     """I/O engine of the NVMe tier; empty without one."""
 
@@ -280,6 +287,15 @@ def _summary(report: MemoryReport) -> list[tuple[str, str]]:
                 f"{size(report.nvme_bytes)}, {size(report.nvme_weight_bytes)} of it parameters and "
                 f"gradients; {size(report.nvme_read_bytes)} read, "
                 f"{size(report.nvme_written_bytes)} written ({report.nvme_engine})",
+            )
+        )
+    if report.device_update_bytes:
+        found.append(
+            (
+                "updates",
+                f"the GPU ran those of {report.device_updated_elements:,} elements of chunks on "
+                f"the host, its share now {report.device_update_fraction:.0%}, through "
+                f"{size(report.device_update_bytes)} of device memory",
             )
         )
     if report.resident_chunks:

@@ -207,6 +207,55 @@ TEST(PlannerTest, CpuPolicyHoldsOneChunkAheadWhenPrefetching) {
   EXPECT_EQ(prediction.peak_device_bytes, 2 * kChunk);
 }
 
+// A model of two blocks of two layers, and a head. Backward runs each block's forward again first.
+TEST(PlannerTest, CpuPolicyKeepsARecomputedBlockUntilItsBackward) {
+  Net net;
+  const ModuleId model = net.add({});
+  for (int block = 0; block < 2; ++block) {
+    const ModuleId parent = net.add({}, model);
+    net.add({Net::kWhole}, parent);
+    net.add({Net::kWhole}, parent);
+  }
+  const auto head = static_cast<std::uint32_t>(net.add({Net::kWhole}, model));
+  std::vector<Event> events;
+  const auto add = [&](EventKind kind, std::uint32_t module) {
+    events.push_back({kind, module, 0, events.size()});
+  };
+  const auto forward_of_block = [&](std::uint32_t block) {
+    for (const std::uint32_t layer : {block + 1, block + 2}) {
+      add(EventKind::kForwardEnter, layer);
+      add(EventKind::kForwardExit, layer);
+    }
+  };
+  for (int pass = 0; pass < 2; ++pass) {
+    add(EventKind::kForwardEnter, 0);
+    forward_of_block(1);
+    forward_of_block(4);
+    add(EventKind::kForwardEnter, head);
+    add(EventKind::kForwardExit, head);
+    add(EventKind::kForwardExit, 0);
+    add(EventKind::kBackwardEnter, head);
+    for (const std::uint32_t block : {4U, 1U}) {
+      forward_of_block(block);
+      add(EventKind::kBackwardEnter, block + 2);
+      add(EventKind::kBackwardEnter, block + 1);
+    }
+  }
+  const auto plan = [&](std::size_t budget) {
+    return make_plan(
+               Trace(events), net.layout(), std::vector<Placement>(5),
+               {.device_budget_bytes = budget, .max_prefetch = 0, .policy = PlacementPolicy::kCpu})
+        .prediction();
+  };
+  const Prediction ample = plan(100 * kChunk);
+  EXPECT_EQ(ample.peak_device_bytes, 2 * kChunk) << "a block";
+  EXPECT_EQ(ample.demand_fetches, 2U * (2 * 4 + 1)) << "each layer twice a pass, the head once";
+  const Prediction tight = plan(kChunk);
+  EXPECT_EQ(tight.peak_device_bytes, kChunk);
+  EXPECT_EQ(tight.demand_fetches, 2U * (3 * 4 + 1 - 2))
+      << "three times, but for the layer that each block ends with";
+}
+
 TEST(PlannerTest, KeptChunksStayAndCountForTheSmallestBudget) {
   const Plan plan = plan_row(3, {.device_budget_bytes = 2 * kChunk, .max_prefetch = 0}, row_step(3),
                              {Placement::kKeep});

@@ -122,6 +122,7 @@ struct RandomCase {
 inline Hardware random_hardware(std::mt19937& random) {
   const auto speed = [&] { return 100.0 + static_cast<double>(random() % 5000); };
   Hardware hardware{speed(), speed(), speed(), speed()};
+  hardware.update_bytes_per_second = random() % 2 == 0 ? 0.0 : speed();
   hardware.parameter_copies = static_cast<CopyMode>(random() % 2);
   hardware.gradient_copies = static_cast<CopyMode>(random() % 2);
   hardware.update_cores = static_cast<UpdateCores>(random() % 2);

@@ -75,6 +75,41 @@ TEST(SimulatorTest, SlowDramBoundsTheStep) {
   EXPECT_EQ(step.bound, Resource::kDram);
 }
 
+// Three updates of 28 bytes an element: 16 cross the link, 12 come back. A link of 28/16 of an
+// update a second in one direction takes as long as the host.
+TEST(SimulatorTest, DeviceAndHostShareTheUpdates) {
+  Hardware hardware = unit_hardware();
+  hardware.h2d_bytes_per_second = hardware.d2h_bytes_per_second = kUpdateBytes * 16 / 28;
+  hardware.dram_bytes_per_second = 10 * kUpdateBytes;
+  hardware.update_bytes_per_second = kUpdateBytes;
+  const auto step = [&](double fraction) {
+    OptimizerCost cost = fp32_adam();
+    cost.written_bytes_per_element = 12.0;
+    cost.device_update_fraction = fraction;
+    return simulate({.count = 3}, 3 * kChunk, hardware, cost);
+  };
+  const SimulatedStep none = step(0.0);
+  const double updates = none.step_seconds - none.passes_seconds;
+  EXPECT_DOUBLE_EQ(updates, 3.0);
+  for (const double fraction : {0.25, 0.5, 0.75, 1.0}) {
+    const SimulatedStep shared = step(fraction);
+    EXPECT_DOUBLE_EQ(shared.passes_seconds, none.passes_seconds);
+    EXPECT_NEAR(shared.step_seconds - shared.passes_seconds,
+                3.0 * std::max(fraction, 1.0 - fraction), 1e-9);
+    EXPECT_NEAR(busy(shared, Resource::kDram), busy(none, Resource::kDram), 1e-9)
+        << "the bytes of the share cross DRAM as well";
+  }
+  EXPECT_THROW(step(1.5), InvalidArgument);
+}
+
+TEST(SimulatorTest, CoresMayBoundUpdatesBelowDram) {
+  Hardware hardware = unit_hardware();
+  hardware.update_bytes_per_second = kUpdateBytes / 4.0;
+  const SimulatedStep step = simulate({.count = 3}, 3 * kChunk, hardware, fp32_adam());
+  EXPECT_DOUBLE_EQ(step.step_seconds, 11.0 + 12.0);
+  EXPECT_DOUBLE_EQ(busy(step, Resource::kDram), 3.0 + 6.0 * kChunk / kUpdateBytes);
+}
+
 // Updates end at 1, 2, 3, so the chunks arrive at 2, 3, 4: forward ends at 5 instead of 4, and
 // nothing follows the last gradient, which is home at 12.
 TEST(SimulatorTest, ForwardOverlapHidesUpdatesBehindTheNextForward) {
@@ -159,13 +194,16 @@ TEST(SimulatorPropertyTest, NoFasterResourceMakesAStepSlowerAndNoneIsBusyForLong
     const Hardware hardware = random_hardware(random);
     OptimizerCost cost = fp32_adam(static_cast<Overlap>(random() % 2));
     cost.norm_bytes_per_element = 4.0;
+    cost.written_bytes_per_element = 12.0;
+    cost.device_update_fraction = static_cast<double>(random() % 5) / 4.0;
     const SimulatedStep step = sample.run(hardware, cost);
     for (const double seconds : step.busy_seconds) {
       EXPECT_LE(seconds, step.step_seconds * (1.0 + 1e-12)) << "round " << round;
     }
     for (double Hardware::*speed :
          {&Hardware::h2d_bytes_per_second, &Hardware::d2h_bytes_per_second,
-          &Hardware::dram_bytes_per_second, &Hardware::device_memory_bytes_per_second}) {
+          &Hardware::dram_bytes_per_second, &Hardware::device_memory_bytes_per_second,
+          &Hardware::update_bytes_per_second}) {
       Hardware faster = hardware;
       faster.*speed *= 1.0 + static_cast<double>(random() % 300) / 100.0;
       EXPECT_LE(sample.run(faster, cost).step_seconds, step.step_seconds * (1.0 + 1e-12))

@@ -16,6 +16,7 @@
 #include "core/error.h"
 #include "core/fakes.h"
 #include "optim/test_support.h"
+#include "parallel/async_copy_engine.h"
 #include "store/device_backend.h"
 
 // A device in host memory, for the tests of the stores: with kernels and memory of its own, or the
@@ -38,6 +39,19 @@ class ImmediateCopyEngine final : public CopyEngine {
   void wait(CopyTicket /*ticket*/) override {}
   bool done(CopyTicket /*ticket*/) override { return true; }
   [[nodiscard]] bool asynchronous() const noexcept override { return false; }
+};
+
+/// A lane whose copies run on threads of their own.
+class FakeLane final : public DeviceLane {
+ public:
+  static constexpr StreamId kStream{77};
+
+  explicit FakeLane(AsyncCopyOptions options) : copies_(std::move(options)) {}
+  [[nodiscard]] StreamId stream() const noexcept override { return kStream; }
+  [[nodiscard]] CopyEngine& copies() noexcept override { return copies_; }
+
+ private:
+  AsyncCopyEngine copies_;
 };
 
 /// A device whose memory is on the heap. It counts what it is asked for. Thread-safe.
@@ -64,6 +78,9 @@ class FakeDevice final : public DeviceBackend, private DeviceKernels {
   }
   [[nodiscard]] std::unique_ptr<CopyEngine> make_copy_engine() override {
     return std::make_unique<ImmediateCopyEngine>();
+  }
+  [[nodiscard]] std::unique_ptr<DeviceLane> make_lane() override {
+    return std::make_unique<FakeLane>(locked(lane_options_));
   }
   [[nodiscard]] std::unique_ptr<Arena> make_device_arena() override {
     return std::make_unique<HeapArena>(device_blocks_);
@@ -108,6 +125,11 @@ class FakeDevice final : public DeviceBackend, private DeviceKernels {
     host_writes_.push_back(home.data());
   }
 
+  /// Sets how lanes that are made from now on copy.
+  void set_lane(AsyncCopyOptions options) {
+    const std::lock_guard lock(mutex_);
+    lane_options_ = std::move(options);
+  }
   void set_stream(StreamId stream) {
     const std::lock_guard lock(mutex_);
     stream_ = stream;
@@ -181,6 +203,7 @@ class FakeDevice final : public DeviceBackend, private DeviceKernels {
   mutable std::mutex mutex_;  // guards all below
   StreamId stream_{};
   bool fails_ = false;
+  AsyncCopyOptions lane_options_;
   std::size_t locked_bytes_ = 0;
   std::vector<std::pair<StreamId, StreamId>> orders_;
   std::vector<const std::byte*> host_writes_;

@@ -11,7 +11,8 @@
 // The seed chooses the others:
 //   - states in memory, on NVMe, or some of each; number of window buffers;
 //   - 1 to 4 ranks, which are threads; 1 to 4 copies of sharded weights;
-//   - a device with or without kernels of its own; chunks that are promoted to it and demoted;
+//   - a device with or without kernels of its own; chunks that are promoted to it and demoted; the
+//     share of the host's updates that runs on it;
 //   - sizes of parameters and chunks; parameters without elements, frozen ones, and ones that
 //     another optimizer updates;
 //   - threads of the executor.
@@ -158,6 +159,10 @@ struct Case {
     const bool by_itself =
         weights == Weights::kDevice || (weights != Weights::kShared && random.one_in(3));
     options.device = by_itself ? Computes::kByItself : Computes::kOnHost;
+    if (by_itself && !random.one_in(3)) {
+      options.device_share = {.fraction = static_cast<double>(random.below(5)) / 4,
+                              .adapts = random.one_in(2)};
+    }
     options.num_threads = 1 + random.below(2);
     return options;
   }

@@ -50,6 +50,7 @@ struct StoreOptions {
   std::size_t host_bytes = std::size_t{1} << 30;
   std::size_t device_bytes = std::size_t{1} << 30;
   std::size_t num_threads = 1;
+  std::optional<DeviceShare> device_share;  // nullopt: the host updates what is in its memory
 };
 
 /// The groups of one rank of a test that calls all of them on one thread.
@@ -86,6 +87,7 @@ struct TestStore {
   std::unique_ptr<RankWeights> rank_weights;
   std::unique_ptr<ChunkCopies> copies;
   ChunkReads reads;
+  std::unique_ptr<DeviceUpdates> device_updates;
   std::unique_ptr<ChunkUpdates> updates;
 
   TestStore(ChunkLayout model, StoreOptions given)
@@ -132,8 +134,12 @@ struct TestStore {
     }
     copies =
         std::make_unique<ChunkCopies>(layout, shards, *states, executor, host->ledger(), reads);
+    if (options.device_share) {
+      device_updates = std::make_unique<DeviceUpdates>(layout, *options.rule, device, *device_tier,
+                                                       *options.device_share);
+    }
     updates = std::make_unique<ChunkUpdates>(layout, shards, *states, executor, options.rule, reads,
-                                             rank_weights.get());
+                                             rank_weights.get(), device_updates.get());
     clear();
   }
   TestStore(const TestStore&) = delete;
