@@ -46,16 +46,26 @@ void set_python_errors(const py::object& error, const py::object& usage_error,
                      .invalid_argument = PyExc_ValueError};
 }
 
+/// Makes sure that castor.errors has given its classes: a sub-command of `castor` imports no more
+/// than it needs, which may be castor._C alone.
+void import_python_errors() {
+  if (python_errors().error == nullptr) {
+    py::module_::import("castor.errors");
+  }
+}
+
 void translate(std::exception_ptr pending) {
   try {
     if (pending) {
       std::rethrow_exception(std::move(pending));
     }
   } catch (const IoError& error) {
+    import_python_errors();
     // (errno, message, path): the constructor of OSError.
     const py::tuple arguments = py::make_tuple(error.error_number(), error.what(), error.path());
     PyErr_SetObject(python_class_of(error), arguments.ptr());
   } catch (const Error& error) {
+    import_python_errors();
     PyErr_SetString(python_class_of(error), error.what());
   }
 }

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,15 @@ def test_help_names_the_sub_commands_without_transformers() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "selftest" in done.stdout
+
+
+def test_an_error_of_the_core_is_one_line_where_only_the_extension_is_imported(
+    tmp_path: Path,
+) -> None:
+    done = run("io-bench", str(tmp_path / "missing"))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert f"Create the directory {tmp_path / 'missing'}" in done.stderr
 
 
 def test_an_unknown_sub_command_is_wrong_usage() -> None:
