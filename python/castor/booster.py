@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from castor import checkpoint
 from castor.booster_checkpoints import Checkpoints
@@ -33,6 +35,13 @@ from castor.runtime.release import release_model
 from castor.runtime.report import MemoryReport, MemoryUse, TorchReport
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_NOT_THERE = {
+    "criterion": (Optimizer, LRScheduler, DataLoader),
+    "dataloader": (Optimizer, LRScheduler, nn.Module),
+    "lr_scheduler": (Optimizer, DataLoader, nn.Module),
+}
+"""Classes that an argument of boost is not of: each is another argument's."""
 
 _boosters: weakref.WeakKeyDictionary[nn.Module, Booster] = weakref.WeakKeyDictionary()
 
@@ -84,9 +93,12 @@ class Booster(Checkpoints):
             UsageError: Also where ranks shuffle or cut the dataloader's samples differently; the
                 model is boosted by then.
             OutOfMemoryError: A budget is too small; nothing was changed.
+            TypeError: An argument is another's, such as a scheduler in the dataloader's place;
+                nothing was changed.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+        _check_order(criterion, dataloader, lr_scheduler)
         with groups_made() as groups:
             boosted = self.plugin.configure(model, list_of_optimizers(optimizer))
         end_groups_with(boosted, groups)
@@ -221,7 +233,13 @@ class Booster(Checkpoints):
 
         Raises:
             UsageError: `optimizer` is not boosted, a list, or fp16 has none.
+            TypeError: `loss` is not a tensor.
         """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"booster.backward(loss, optimizer) was given a {type(loss).__name__} as loss; "
+                "give the tensor that the model computed, without .item()"
+            )
         driver = self._driver(optimizer, "booster.backward(loss, optimizer)")
         if driver is None:
             loss.backward()
@@ -372,3 +390,14 @@ def booster_of(model: nn.Module) -> Booster:
         boosted_model_of(model)  # raises, unless a plugin was called without a Booster
         raise UsageError(f"this {type(model).__name__} was boosted by no Booster")
     return booster
+
+
+def _check_order(criterion: object, dataloader: object, lr_scheduler: object) -> None:
+    """Raises TypeError where an argument of boost stands in another's place."""
+    given = {"criterion": criterion, "dataloader": dataloader, "lr_scheduler": lr_scheduler}
+    for name, value in given.items():
+        if isinstance(value, _NOT_THERE[name]):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; the order is boost(model, optimizer, "
+                "criterion, dataloader, lr_scheduler), or give it by its name"
+            )

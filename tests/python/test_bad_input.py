@@ -174,6 +174,20 @@ def test_things_of_another_type_are_type_errors() -> None:
         booster.boost(torch.zeros(2))  # type: ignore[type-var]
     with pytest.raises(TypeError, match="Optimizer"):
         booster.boost(tower(), 1e-3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"was given a float as loss; .* without \.item\(\)"):
+        booster.backward(1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", ["criterion", "dataloader"])
+def test_an_argument_of_boost_in_anothers_place_is_named_and_nothing_is_boosted(
+    place: str,
+) -> None:
+    model, booster = tower(), Booster(plugin=plugin())
+    optimizer = AdamW(model.parameters(), lr=LR)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(TypeError, match=f"{place} is a StepLR; the order is boost"):
+        booster.boost(model, optimizer, **{place: schedule})
+    booster.boost(model, optimizer, None, None, schedule)
 
 
 def test_asking_about_a_model_that_is_not_boosted_is_a_usage_error() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from castor import _C, GeminiPlugin, HybridAdam
+from castor import _C, GeminiPlugin, HybridAdam, HybridParallelPlugin
 from castor.config import names, parse_bytes
 from helpers import boost, plugin
 from zoo import tower
@@ -167,8 +167,10 @@ def test_pinned_memory_is_a_gpus() -> None:
 def test_unknown_argument_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="devce_memory"):
         GeminiPlugin(device="cpu", devce_memory="1GiB")
-    with pytest.raises(TypeError):
-        GeminiPlugin("cpu")  # type: ignore[misc]
+    with pytest.raises(TypeError, match="GeminiPlugin takes arguments by their names.* '22GiB'"):
+        GeminiPlugin("22GiB")  # type: ignore[misc]
+    with pytest.raises(TypeError, match="HybridParallelPlugin takes .* given 2 without one"):
+        HybridParallelPlugin("auto", 2)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,18 @@ def takes(
     def decorate(
         init: Callable[[Plugin, Arguments], None],
     ) -> Callable[Concatenate[Plugin, Given], None]:
+        by_position = sum(
+            one.kind is one.POSITIONAL_OR_KEYWORD
+            for one in inspect.signature(kind).parameters.values()
+        )
+
         @functools.wraps(init)
         def take(self: Any, /, *positional: Any, **given: Any) -> None:
+            if len(positional) > by_position:
+                raise TypeError(
+                    f"{type(self).__name__} takes arguments by their names, such as max_norm=1.0, "
+                    f"and was given {positional[by_position]!r} without one"
+                )
             unknown = [name for name in given if name not in types_of(kind)]
             others(type(self), {name: given.pop(name) for name in unknown})
             init(self, kind(*positional, **given))
