@@ -338,8 +338,23 @@ def test_tensors_without_values_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_pickled_checkpoints_are_not_read(tmp_path: Path) -> None:
     torch.save(tower().state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(castor.CheckpointError, match="holds no checkpoint"):
-        BOOSTER.load_model(tower(), tmp_path)
+    converted = "holds no checkpoint.* castor convert .*pytorch_model.bin TARGET --to hf"
+    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
+        with pytest.raises(castor.CheckpointError, match=converted):
+            BOOSTER.load_model(tower(), path)
+
+
+def test_a_path_of_another_kind_is_answered_with_what_loads_it(tmp_path: Path) -> None:
+    run = boost(tower())
+    with pytest.raises(castor.CheckpointError, match="There is no such directory"):
+        BOOSTER.load_model(run.model, tmp_path / "missing")
+    step = BOOSTER.save(tmp_path / "run", run.model, run.optimizer)
+    for path in (tmp_path / "run", step):
+        with pytest.raises(castor.CheckpointError, match=f"load_model {step / 'model'}$"):
+            BOOSTER.load_model(run.model, path)
+    assert BOOSTER.load_model(run.model, step / "model").missing_keys == []
+    with pytest.raises(castor.CheckpointError, match="load_model reads them"):
+        BOOSTER.load(step / "model", run.model, run.optimizer)
 
 
 def test_size_per_shard_is_checked(tmp_path: Path) -> None:

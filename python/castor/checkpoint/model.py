@@ -42,7 +42,12 @@ from castor.checkpoint.full_tensors import (
     local_targets,
 )
 from castor.checkpoint.hub_names import ConvertedTensor, HubNames, hub_names_of, record_of
-from castor.checkpoint.manifest import PART_MANIFEST, read_manifest, write_manifest
+from castor.checkpoint.manifest import (
+    PART_MANIFEST,
+    RUN_MANIFEST,
+    read_manifest,
+    write_manifest,
+)
 from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
 from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.shares import Share
@@ -394,6 +399,21 @@ def seal_part(
     return write_manifest(staging, PART_MANIFEST, entries, about)
 
 
+def _what_to_load(directory: Path) -> str:
+    """Returns what to load in place of a path without weights, as the end of a message."""
+    runs = [step for step in (directory, *sorted(directory.glob("step-*"))) if step.is_dir()]
+    models = [step / "model" for step in runs if (step / RUN_MANIFEST).exists()]
+    if models:
+        return f". It is a run: booster.load reads it, and booster.load_model {models[-1]}"
+    pickled = directory if directory.is_file() else directory / "pytorch_model.bin"
+    if pickled.exists():
+        return (
+            f". castor reads no pickle: castor convert {pickled} TARGET --to hf writes the "
+            "weights as safetensors"
+        )
+    return "" if directory.exists() else ". There is no such directory"
+
+
 def weight_files(directory: Path) -> list[Path]:
     """Returns the safetensors files of a model's directory, written by castor or others.
 
@@ -407,6 +427,7 @@ def weight_files(directory: Path) -> list[Path]:
             if not single.exists():
                 raise CheckpointError(
                     f"{directory} holds no checkpoint: neither {SINGLE_FILE} nor {INDEX} is there"
+                    f"{_what_to_load(directory)}"
                 )
             return [single]
         raw = index.read_bytes()

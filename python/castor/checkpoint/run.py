@@ -23,7 +23,14 @@ from castor.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from castor.checkpoint.model import about_model, tensors_of, write_configs, write_model
+from castor.checkpoint.model import (
+    INDEX,
+    SINGLE_FILE,
+    about_model,
+    tensors_of,
+    write_configs,
+    write_model,
+)
 from castor.checkpoint.model_load import prepare_model
 from castor.checkpoint.optimizer import (
     OptimizerState,
@@ -368,6 +375,8 @@ def find(path: Path) -> Path:
         return path
     newest = latest(path)
     if newest is None:
+        if any((path / name).exists() for name in (SINGLE_FILE, INDEX)):
+            raise CheckpointError(f"{path} holds weights alone; booster.load_model reads them")
         raise CheckpointError(f"{path} holds no whole checkpoint; save one with booster.save")
     return newest
 
