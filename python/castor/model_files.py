@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from pathlib import Path
+from typing import Any
+
+from castor.config.names import NUMBERS_OF_TOKENS
 
 _CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -40,6 +44,21 @@ def find_config(given: str | Path) -> Path:
             f"of that name; give a {_CONFIG}, or fetch it: hf download {name} {_CONFIG}"
         )
     return found
+
+
+def most_tokens(config: Path) -> int | None:
+    """Returns the most tokens of a sample that a config.json names; None: it names no number.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not JSON.
+    """
+    document: Any = json.loads(config.read_text(encoding="utf-8"))
+    parts = [document, document.get("text_config")] if isinstance(document, dict) else []
+    numbers = [
+        part.get(name) for part in parts if isinstance(part, dict) for name in NUMBERS_OF_TOKENS
+    ]
+    return min((n for n in numbers if isinstance(n, int) and n > 0), default=None)
 
 
 def _hub_cache() -> Path:

@@ -163,6 +163,22 @@ def test_init_refuses_an_unknown_method_and_what_is_not_there(here: Path) -> Non
         init("sft", ".", "rows.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ('{"max_position_embeddings": 256}', 256),
+        ('{"n_positions": 1024}', 1024),
+        ('{"text_config": {"max_position_embeddings": 512}}', 512),
+        ('{"max_position_embeddings": 40960}', 2048),
+    ],
+)
+def test_init_writes_no_longer_sequence_than_the_model_takes(
+    here: Path, config: str, length: int
+) -> None:
+    (here / "model" / "config.json").write_text(config)
+    assert load(written(here)).data.max_length == length
+
+
 def test_init_quotes_names_that_yaml_reads_as_something_else(here: Path) -> None:
     (here / "1, 2: yes.jsonl").write_text("{}\n")
     (here / "recipe.yaml").write_text(init("sft", "model", "1, 2: yes.jsonl"))

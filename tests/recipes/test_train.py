@@ -215,6 +215,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert not (place / "planned").exists()
     assert train.start(file, ["memory.device_memory=1MiB"], dry_run=True) == 1
     assert "the budgets do not hold a step" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"data\.max_length is 257, and .* at most 256 tokens"):
+        train.start(file, ["data.max_length=257"], dry_run=True)
 
 
 def recipe_of(place: Path, *overrides: str, method: str = "sft") -> Recipe:

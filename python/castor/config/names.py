@@ -22,6 +22,8 @@ PipelinePass = Literal["forward", "backward", "of_inputs", "of_weights"]
 """A pass of a micro-batch in a stage; the last two are the halves of a backward."""
 SPLIT_GATHER = "split_gather"
 """The sequence_parallelism_mode that shards the tokens between tensor-parallel layers."""
+NUMBERS_OF_TOKENS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+"""Names by which configs of transformers say how many tokens a sample has at most."""
 ZeroStage = Literal["auto", 1, 2, 3]
 Activations = str | Mapping[str, str]
 LoadedWeights = Literal["none", "some", "all"]

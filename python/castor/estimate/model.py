@@ -16,10 +16,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from castor.collections_paused import collections_paused
+from castor.config.names import NUMBERS_OF_TOKENS
 from castor.runtime.input_cast import convert_buffers
 from castor.runtime.tensor_types import tensor_types
 
-_NUMBERS_OF_TOKENS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 SHORTEST_SEQUENCE = 2
 """Tokens of the shortest sample whose loss has one token predict another."""
 _RELEASED_IN = ("fp8", "mxfp4")
@@ -254,7 +254,7 @@ def make_inputs(model: nn.Module, *, batch: int, sequence: int) -> dict[str, tor
 
 def _positions(config: Any) -> dict[str, int]:
     """Returns the limits that a config sets on a sample's tokens, by name."""
-    found = {name: getattr(config, name, None) for name in _NUMBERS_OF_TOKENS}
+    found = {name: getattr(config, name, None) for name in NUMBERS_OF_TOKENS}
     return {name: n for name, n in found.items() if isinstance(n, int) and n > 0}
 
 

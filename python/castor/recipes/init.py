@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from castor.config import did_you_mean
 from castor.errors import UsageError
-from castor.model_files import find_config
+from castor.model_files import find_config, most_tokens
 from castor.recipes.recipe import LEARNING_RATES, OF_PAIRS, Method
 
 _DATA = """\
@@ -95,12 +95,13 @@ def init(method: str, model: str, data: str) -> str:
             f"{did_you_mean(method, known) or '; choose one of ' + ', '.join(known)}"
         )
     chosen = cast(Method, method)
-    find_config(model)
+    longest = 1024 if chosen == "dpo" else 2048
+    length = min(longest, most_tokens(find_config(model)) or longest)
     looks_local = Path(data).suffix != "" or data.startswith((".", "/", "~"))
     path = Path(data).expanduser()
     if looks_local and not path.exists() and not Path(f"{path}.idx").exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), data)
-    rows = _DATA.format(data=_quoted(data), length=2048 if chosen != "dpo" else 1024)
+    rows = _DATA.format(data=_quoted(data), length=length)
     rows += _SPLIT if chosen == "pretrain" else _CUT
     if chosen in ("sft", "pretrain"):
         rows += _OF_TOKENS

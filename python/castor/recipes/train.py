@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from castor.errors import Error, UsageError
-from castor.model_files import find_config
+from castor.model_files import find_config, most_tokens
 from castor.recipes import require
 from castor.recipes.budgets import with_budgets
 from castor.recipes.data import IGNORED
@@ -339,12 +339,19 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
     from castor.plugins import GeminiPlugin
 
     train, method = recipe.train, recipe.method
+    model = find_config(recipe.model.path)
+    positions, length = most_tokens(model), recipe.data.max_length
+    if positions is not None and length > positions:
+        raise ValueError(
+            f"data.max_length is {length}, and the model's config names at most {positions} tokens "
+            "of a sample; lower it to that"
+        )
     config = GeminiPlugin(**recipe.memory).config
     activations: Any = config.activations
     pairs = method.name in OF_PAIRS
     workload = Workload(
         batch=train.batch_size * (2 if pairs else 1),
-        sequence=recipe.data.max_length,
+        sequence=length,
         precision=config.precision,
         state_format=config.optim_state_format
         or ("split" if config.precision == "bf16" else "fp32"),
@@ -365,7 +372,7 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
         flops="70T",
         nvme="3GB/s" if config.nvme_paths else None,
     )
-    found = Estimator(find_config(recipe.model.path), workload).estimate(on)
+    found = Estimator(model, workload).estimate(on)
     said = [
         f"device: {_gib(found.device_bytes)} of a budget of {_gib(config.device_bytes)}",
         f"host: {_gib(found.host_bytes)} of a budget of {_gib(config.host_bytes)}",
