@@ -105,6 +105,19 @@ def test_a_script_that_boosts_its_model_itself_is_summarised_too(
     assert "Linear" in (folder / "page.html").read_text()
 
 
+@pytest.mark.usefixtures("folder")
+def test_settings_do_not_count_for_a_model_that_the_script_boosts_itself(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, _, said = run(["--device", "cpu", "--device-memory", "2MiB", "own.py"], monkeypatch, capfd)
+    first = "castor run: the script boosts its Linear itself, and the plugin that it makes counts"
+    assert status == 1
+    assert said.startswith(f"{first} there, not device_memory, device\n")
+    assert "castor: error: the settings of castor run were not used: the script boosts" in said
+    assert "trained nothing" not in said
+    assert "of a budget of 1.0 MiB" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

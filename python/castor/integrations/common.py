@@ -30,6 +30,8 @@ class OnCastor:
 
     castor_has_trained = False
     """Whether a model and an optimizer have been boosted in any loop of this process."""
+    castor_boosts = False
+    """Whether a loop's model is being boosted now, rather than one that a script boosts itself."""
     castor: Booster
     _castor_plugin_for: Callable[..., GeminiPlugin]
     """Makes the plugin of what the framework was asked for."""
@@ -54,6 +56,7 @@ def boost(booster: Booster, model: nn.Module, optimizers: Sequence[Optimizer]) -
     Raises:
         As Booster.boost and join_or_replace.
     """
+    OnCastor.castor_boosts = True
     try:
         known = boosted_around(model) if optimizers else None
         if known is not None and compiled_from(known) is compiled_from(model):
@@ -63,6 +66,8 @@ def boost(booster: Booster, model: nn.Module, optimizers: Sequence[Optimizer]) -
     except OutOfMemoryError as error:
         error.blame_no_batch()
         raise
+    finally:
+        OnCastor.castor_boosts = False
     if isinstance(model, CalledBySubmodules):
         model.follow_calls()
     OnCastor.castor_has_trained |= bool(optimizers)

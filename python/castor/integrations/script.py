@@ -10,9 +10,12 @@ import importlib.util
 import json
 import runpy
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from castor.integrations.common import OnCastor
 from castor.integrations.launchers import (
@@ -22,6 +25,7 @@ from castor.integrations.launchers import (
     enter_launchers,
 )
 from castor.integrations.loop import Loops
+from castor.runtime.boosted_model import BoostedModel, listen, model_with
 from castor.runtime.ranks import leave
 
 
@@ -50,12 +54,19 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
     if _installed("lightning"):
         importlib.import_module("castor.integrations.lightning").enter_trainers(settings)
     processes.watch()
+    own = _OwnBoosts(settings)
+    listen(own.see)
     try:
         _run(arguments)
     except SystemExit as end:
         if end.code:
             raise
     leave()  # of torch.distributed's group, which scripts leave to the end of the process
+    if not OnCastor.castor_has_trained and own.first is not None:
+        raise RefusedRunError(
+            f"the settings of castor run were not used: {own.what_counts}. Leave {own.given} out, "
+            "or take the boosting out of the script"
+        )
     if not OnCastor.castor_has_trained:
         elsewhere = (
             f". It started another Python process ({processes.first} ...), which castor run does "
@@ -66,6 +77,36 @@ def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:
             "optimizer had been made for it, and none was given to a Trainer or to "
             f"accelerator.prepare{elsewhere if processes.first else ''}"
         )
+
+
+class _OwnBoosts:
+    """Says for which models the settings of a run do not count: those that a script boosts itself.
+
+    Args:
+        settings: GeminiPlugin's arguments, of `castor run`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.given = ", ".join(settings) or "the settings"
+        """Names of the settings."""
+        self.first: str | None = None
+        """Class of the first such model; None: there is none."""
+        self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @property
+    def what_counts(self) -> str:
+        """The sentence about the first such model."""
+        return f"the script boosts its {self.first} itself, and the plugin that it makes counts"
+
+    def see(self, boosted: BoostedModel) -> None:
+        """Takes note of a model that has been boosted, and says it of the first such model."""
+        model = model_with(boosted)
+        if OnCastor.castor_boosts:
+            self._others.add(model)
+        if model in self._others or self.first is not None:
+            return
+        self.first = type(model).__name__
+        print(f"castor run: {self.what_counts} there, not {self.given}", file=sys.stderr)
 
 
 def _installed(package: str) -> bool:
