@@ -319,7 +319,13 @@ class Checkpoints:
         checkpoint.wait()
 
     def _shared(self, model: nn.Module | None) -> BoostedModel | None:
-        """Returns the model's record, or the last one's, where several ranks share it."""
+        """Returns the model's record, or the last one's, where several ranks share it.
+
+        Raises:
+            TypeError: It is no model.
+        """
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
         latest = self._latest() if model is None and self._latest else model
         boosted = [] if latest is None else boosted_models_holding(latest)
         if len(boosted) > 1 and boosted[0].shared:

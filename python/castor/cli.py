@@ -286,7 +286,9 @@ def io_bench(
 ) -> None:
     """Measure a device for the NVMe tier, and what a run's optimizer step would take there."""
     from castor import io_bench as bench
+    from castor.config import parse_bytes
 
+    parse_bytes(size, "--size")
     if model_params is not None:
         bench.step_bytes(model_params, state_format)  # refuses nonsense before measuring
     console = Console(highlight=False, soft_wrap=True)

@@ -357,6 +357,17 @@ def test_a_path_of_another_kind_is_answered_with_what_loads_it(tmp_path: Path) -
         BOOSTER.load(step / "model", run.model, run.optimizer)
 
 
+def test_arguments_in_another_order_are_type_errors(tmp_path: Path) -> None:
+    run: Any = boost(tower())
+    with pytest.raises(TypeError, match="the directory is a Tower; give a path.* take it first"):
+        BOOSTER.save(run.model, tmp_path / "run", run.optimizer)
+    with pytest.raises(TypeError, match="model is a AdamW; give a torch.nn.Module"):
+        BOOSTER.load(tmp_path / "run", run.optimizer, run.model)
+    with pytest.raises(TypeError, match="the directory is a Tower"):
+        BOOSTER.save_model(tmp_path / "model", run.model)
+    assert not list(tmp_path.iterdir())
+
+
 def test_size_per_shard_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="size_per_shard"):
         BOOSTER.save_model(tower(), tmp_path / "m", size_per_shard="many")

@@ -391,6 +391,14 @@ def test_a_failed_write_leaves_the_old_file(
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]
 
 
+@pytest.mark.parametrize("write", [castor.report.write_html, castor.report.write_trace])
+def test_a_folder_that_is_not_there_is_named(tight: Boosted, tmp_path: Path, write: Any) -> None:
+    path = tmp_path / "missing" / "file"
+    with pytest.raises(castor.IoError, match=f"cannot write {path}: .* create the parent") as error:
+        write(path, tight.model)
+    assert error.value.filename == str(path)
+
+
 def test_sizes_and_times_have_fitting_units() -> None:
     assert [size(n) for n in (0, 1023, 1536, 3 * 2**20, 12 * 2**30, 2**41)] == [
         "0 B", "1023 B", "1.5 KiB", "3.0 MiB", "12.00 GiB", "2.00 TiB",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,16 @@ from castor.config import parse_bytes
 
 
 def absolute(path: str | Path) -> Path:
-    """Returns the absolute path, which stays valid when the working directory changes."""
+    """Returns the absolute path, which stays valid when the working directory changes.
+
+    Raises:
+        TypeError: It is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"the directory is a {type(path).__name__}; give a path as a string or a Path. save "
+            "and load take it first, and other methods after what they save or load"
+        )
     return Path(path).resolve()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from castor.booster import Booster
-from castor.checkpoint.files import write_file
+from castor.checkpoint.files import os_errors, write_file
 from castor.report.source import Source, source_of
 
 PID = 1
@@ -44,7 +44,7 @@ def write_trace(path: str | Path, target: Booster | nn.Module) -> Path:
 
     Raises:
         UsageError: Nothing is boosted, or no step has finished.
-        OSError: The file cannot be written; an older one is left as it was.
+        IoError: The file cannot be written; an older one is left as it was.
     """
     source = source_of(target)
     document = {
@@ -57,7 +57,8 @@ def write_trace(path: str | Path, target: Booster | nn.Module) -> Path:
         },
     }
     path = Path(path)
-    write_file(path, [json.dumps(document).encode()])
+    with os_errors(path, "write"):
+        write_file(path, [json.dumps(document).encode()])
     return path
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from castor import _C
 from castor.booster import Booster
-from castor.checkpoint.files import write_file
+from castor.checkpoint.files import os_errors, write_file
 from castor.config.event_names import EVENT_KINDS, TRANSFER_CAUSES
 from castor.report.source import GUIDANCE, PAYLOAD_NAMES, Source, source_of
 from castor.report.verdict import verdict_of
@@ -41,7 +41,7 @@ def write_html(path: str | Path, target: Booster | nn.Module) -> Path:
 
     Raises:
         UsageError: Nothing is boosted, or no step has finished.
-        OSError: The file cannot be written; an older one is left as it was.
+        IoError: The file cannot be written; an older one is left as it was.
     """
     path = Path(path)
     write_page(path, source_of(target))
@@ -52,9 +52,10 @@ def write_page(path: Path, source: Source) -> None:
     """Writes what write_html does.
 
     Raises:
-        OSError: The file cannot be written; an older one is left as it was.
+        IoError: The file cannot be written; an older one is left as it was.
     """
-    write_file(path, [page(source).encode()])
+    with os_errors(path, "write"):
+        write_file(path, [page(source).encode()])
 
 
 def page(source: Source) -> str:
