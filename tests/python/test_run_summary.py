@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 from castor import cli
 from castor.errors import UsageError
 from castor.launch import rendezvous
+from rank_processes import run_python
 
 LOOP = """
 import sys
@@ -103,6 +104,14 @@ def test_a_script_that_boosts_its_model_itself_is_summarised_too(
     assert said.startswith("castor run: Linear: 3 steps of ")
     assert said.endswith("castor run: report: page.html\n")
     assert "Linear" in (folder / "page.html").read_text()
+
+
+def test_speed_is_that_of_all_ranks(folder: Path) -> None:
+    done = run_python("-m", "castor", "run", "--nproc", "2", "--report", "r.json", "own.py")
+    assert done.returncode == 0, done.stderr
+    assert " samples/s of all ranks\n" in done.stderr
+    (model,) = json.loads((folder / "r.json").read_text())["models"]
+    assert model["rate"] * model["step_seconds"] == pytest.approx(2 * 2)  # of two rows each
 
 
 @pytest.mark.usefixtures("folder")

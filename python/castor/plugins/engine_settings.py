@@ -107,6 +107,7 @@ def engine_settings(
         trace_file=None if config.trace_file is None else Path(config.trace_file),
         nvme_directory=config.nvme_paths[0] if config.nvme_paths else None,
         ranks=groups.dp,
+        data_shards=groups.dims.dp,
         reads=reads,
         zero_stage=0 if config.zero_stage == "auto" else config.zero_stage,
         extra_dp_size=config.extra_dp_size if groups.dp else 1,

@@ -154,7 +154,8 @@ def page_data(source: Source) -> dict[str, Any]:
 def _history(source: Source) -> dict[str, Any]:
     records = source.records
     tokens = any(record.tokens for record in records)
-    counts = [record.tokens if tokens else record.samples for record in records]
+    shards = source.engine.settings.data_shards
+    counts = [shards * (record.tokens if tokens else record.samples) for record in records]
     return {
         "unit": "tokens/s" if tokens else "samples/s",
         "step": [record.step for record in records],

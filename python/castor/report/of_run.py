@@ -106,7 +106,8 @@ def _lines(source: Source) -> list[str]:
     memory, seconds, rate = source.memory, source.step_seconds(), source.rate()
     speed = "of unknown time" if seconds is None else f"of {duration(int(seconds * 1e9))}"
     if rate is not None:
-        speed += f" (median of the last {RECENT_STEPS}), {rate[0]:,.0f} {rate[1]}"
+        ranks = " of all ranks" if memory.ranks > 1 else ""
+        speed += f" (median of the last {RECENT_STEPS}), {rate[0]:,.0f} {rate[1]}{ranks}"
     waited, step = source.waited_ns(), max(1, source.step.end_ns)
     lines = [
         f"{source.model}: {memory.steps:,} steps {speed}",

@@ -86,7 +86,7 @@ class Source:
         return self.modules[event.id] if enters else "inference"
 
     def rate(self) -> tuple[float, str] | None:
-        """(median over the last steps, unit) of tokens or samples per second."""
+        """(median over the last steps, unit) of tokens or samples per second, of all ranks."""
         recent = [r for r in self.records[-RECENT_STEPS:] if r.seconds]
         for unit, counts in (
             ("tokens/s", [r.tokens for r in recent]),
@@ -94,7 +94,8 @@ class Source:
         ):
             if any(counts):
                 pairs = zip(counts, recent, strict=True)
-                return statistics.median(n / (r.seconds or 1.0) for n, r in pairs), unit
+                own = statistics.median(n / (r.seconds or 1.0) for n, r in pairs)
+                return own * self.engine.settings.data_shards, unit
         return None
 
     def step_seconds(self) -> float | None:
@@ -170,7 +171,8 @@ class Source:
             (
                 "Speed",
                 "unknown" if rate is None else f"{rate[0]:,.0f} {rate[1]}",
-                f"median of up to {RECENT_STEPS} steps",
+                f"median of up to {RECENT_STEPS} steps"
+                + (", all ranks" if memory.ranks > 1 else ""),
             ),
             (
                 "Last step",

@@ -72,6 +72,8 @@ class EngineSettings:
     """First directory of the NVMe tier; None: there is no such tier."""
     ranks: DataParallelGroup | None = None
     """The ranks that share the model; None: this process is alone."""
+    data_shards: int = 1
+    """Number of ranks with samples of their own: replicas of the model, over all its ranks."""
     reads: str = ""
     """Name of the process group in which ranks read each other's shards of weights and gradients,
     where they share no memory; "": nothing is read so."""
