@@ -359,9 +359,9 @@ def test_a_path_of_another_kind_is_answered_with_what_loads_it(tmp_path: Path) -
 
 def test_arguments_in_another_order_are_type_errors(tmp_path: Path) -> None:
     run: Any = boost(tower())
-    with pytest.raises(TypeError, match="the directory is a Tower; give a path.* take it first"):
+    with pytest.raises(TypeError, match=r"the directory is a Tower; give a path.* take it first"):
         BOOSTER.save(run.model, tmp_path / "run", run.optimizer)
-    with pytest.raises(TypeError, match="model is a AdamW; give a torch.nn.Module"):
+    with pytest.raises(TypeError, match="model is a AdamW"):
         BOOSTER.load(tmp_path / "run", run.optimizer, run.model)
     with pytest.raises(TypeError, match="the directory is a Tower"):
         BOOSTER.save_model(tmp_path / "model", run.model)

@@ -167,9 +167,9 @@ def test_pinned_memory_is_a_gpus() -> None:
 def test_unknown_argument_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="devce_memory"):
         GeminiPlugin(device="cpu", devce_memory="1GiB")
-    with pytest.raises(TypeError, match="GeminiPlugin takes arguments by their names.* '22GiB'"):
+    with pytest.raises(TypeError, match=r"GeminiPlugin takes arguments by their names.* '22GiB'"):
         GeminiPlugin("22GiB")  # type: ignore[misc]
-    with pytest.raises(TypeError, match="HybridParallelPlugin takes .* given 2 without one"):
+    with pytest.raises(TypeError, match=r"HybridParallelPlugin takes .* given 2 without one"):
         HybridParallelPlugin("auto", 2)  # type: ignore[misc]
 
 

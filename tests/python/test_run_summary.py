@@ -118,7 +118,8 @@ def test_speed_is_that_of_all_ranks(folder: Path) -> None:
 def test_settings_do_not_count_for_a_model_that_the_script_boosts_itself(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    status, _, said = run(["--device", "cpu", "--device-memory", "2MiB", "own.py"], monkeypatch, capfd)
+    budget = ["--device", "cpu", "--device-memory", "2MiB"]
+    status, _, said = run([*budget, "own.py"], monkeypatch, capfd)
     first = "castor run: the script boosts its Linear itself, and the plugin that it makes counts"
     assert status == 1
     assert said.startswith(f"{first} there, not device_memory, device\n")
