@@ -62,8 +62,8 @@ def test_stage_2_needs_memory_that_ranks_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
-        ({"stage": 3}, ValueError, "stage is 3; give 1 or 2"),
-        ({"stage": True}, ValueError, "stage is True"),
+        ({"stage": 3}, ValueError, "stage is 3; choose one of 1, 2"),
+        ({"stage": True}, TypeError, "stage is True; choose one of 1, 2"),
         ({"stage": 2}, NotImplementedError, "give stage=1 or cpu_offload=True"),
         ({"cpu_offload": 1}, TypeError, "cpu_offload is 1; give True or False"),
         ({"placement_policy": "auto"}, TypeError, "no argument 'placement_policy': cpu_offload"),
@@ -71,7 +71,9 @@ def test_stage_2_needs_memory_that_ranks_share(tmp_path: Path) -> None:
         ({"verbose": True}, NotImplementedError, "verbose may only be False .*report"),
         ({"reduce_bucket_size_in_m": 24}, NotImplementedError, "give chunk_bytes"),
         ({"tp_size": 2}, NotImplementedError, "HybridParallelPlugin"),
-        ({"stages": 1}, TypeError, "LowLevelZeroPlugin has no argument 'stages'"),
+        ({"stages": 1}, TypeError, "'stages': did you mean 'stage'"),
+        ({"zero_stage": 1}, TypeError, "no argument 'zero_stage': give stage"),
+        ({"nvme_verify": 1}, TypeError, "nvme_verify is 1; give True or False"),
     ],
 )
 def test_what_it_does_not_do_is_refused_by_name(

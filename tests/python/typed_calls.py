@@ -1,6 +1,12 @@
 """Calls that mypy accepts, and calls that it refuses: an ignore that is not needed is an error."""
 
-from castor import GeminiPlugin, HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from castor import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 
 
 def calls() -> None:
@@ -14,6 +20,9 @@ def calls() -> None:
     HybridParallelPlugin(tp_size=2, pp_style="zbv", tp_plan={"layers.*": "colwise"})
     HybridParallelPlugin(tp_size="2")  # type: ignore[arg-type]
     HybridParallelPlugin(tensor_size=2)  # type: ignore[call-arg]
+    LowLevelZeroPlugin(stage=2, cpu_offload=True, device_memory="22GiB", max_norm=1.0)
+    LowLevelZeroPlugin(stage=3)  # type: ignore[arg-type]
+    LowLevelZeroPlugin(zero_stage=1)  # type: ignore[call-arg]
     TorchDDPPlugin(precision="bf16", bucket_cap_mb=25)
     TorchDDPPlugin(device_memory="22GiB")  # type: ignore[call-arg]
     TorchFSDPPlugin(reshard_after_forward=True, max_norm="1")  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from castor.config.names import (
 )
 from castor.config.nearest import did_you_mean
 from castor.config.settings import (
+    ChunkArguments,
     GeminiArguments,
     GeminiConfig,
     LossScalerConfig,
@@ -25,6 +26,7 @@ __all__ = [
     "SCALAR_TYPES",
     "Activations",
     "BlockChoice",
+    "ChunkArguments",
     "GeminiArguments",
     "GeminiConfig",
     "LossScalerConfig",

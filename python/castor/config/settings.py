@@ -152,8 +152,8 @@ class LossScalerConfig(Declared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeminiSettings(StepSettings, LossScalerConfig):
-    """Arguments of GeminiPlugin that mean the same on every machine."""
+class ChunkSettings(StepSettings, LossScalerConfig):
+    """Arguments of all plugins that train in chunks, which mean the same on every machine."""
 
     nvme_offload_fraction: Fraction | None = None
     """Least share of the optimizer state on NVMe, in [0, 1]. Default: HybridAdam's, or else what
@@ -192,12 +192,18 @@ class GeminiSettings(StepSettings, LossScalerConfig):
     """Share of the device budget that chunks leave free before there is a trace."""
     steady_cuda_cap_ratio: Annotated[Fraction, _check_room_for_plans] = 1.0
     """Share of the device budget that plans use. Default 1.0: accounting is exact."""
+    trace_file: Annotated[str | Path, _check_path] | None = None
+    """Trace written by Booster.save_trace; with it the first step runs by plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeminiSettings(ChunkSettings):
+    """Arguments of GeminiPlugin that mean the same on every machine."""
+
     gpu_margin_mem_ratio: Fraction | None = None
     """With "auto": share, in [0, 1], of the device memory that activations and temporaries leave
     free after the first steps. Resident chunks, with their gradients and optimizer states, may take
     this share. 0.0: all chunks stay on the host. Default: as much as makes nothing else wait."""
-    trace_file: Annotated[str | Path, _check_path] | None = None
-    """Trace written by Booster.save_trace; with it the first step runs by plan."""
     zero_stage: ZeroStage = "auto"
     """Least ZeRO stage of several ranks, which shard with 1: masters and optimizer states; 2:
     gradients too; 3: weights too. "auto" takes the stage that costs no exchange: 3 where ranks
@@ -217,15 +223,9 @@ class GeminiSettings(StepSettings, LossScalerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeminiArguments(GeminiSettings):
-    """Arguments of GeminiPlugin, as a user gives them; `GeminiConfig` is what they come to."""
+class ChunkArguments(ChunkSettings):
+    """Arguments of all plugins that train in chunks, as a user gives them."""
 
-    placement_policy: PlacementPolicy | None = None
-    """"auto" keeps on the device what fits by the trace of the first steps: chunks with their
-    optimizer state, where memory is spare. "cpu" streams all chunks, "cuda" keeps all of them on
-    the device, and "static" places them by the offload fractions. Default: "auto"."""
-    tensor_placement_policy: PlacementPolicy | None = None
-    """Older name of placement_policy."""
     device: str | torch.device | None = None
     """Device that the model computes on: "cuda", "cuda:1" or "cpu". Default: "cuda" when there is a
     GPU, else "cpu". On several ranks "cuda" is the GPU that the launcher's LOCAL_RANK names, and
@@ -255,10 +255,6 @@ class GeminiArguments(GeminiSettings):
     of names of parameters, buffers or modules, such as ``"*.gate"``, or classes of modules. A
     module stands for all tensors in it. Its forward has to take inputs of the precision, as in
     plain PyTorch."""
-    offload_optim_frac: Fraction | None = None
-    """With "static": share of the optimizer state, with gradients, on the host."""
-    offload_param_frac: Fraction | None = None
-    """With "static": share of parameters that stream; needs offload_optim_frac=1.0."""
     shard_param_frac: Annotated[float, _check_sharded] = 1.0
     """Only 1.0; zero_stage says what ranks shard."""
     activations: Annotated[Activations, check_activations] | None = None
@@ -307,6 +303,30 @@ class GeminiArguments(GeminiSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.overlap == "backward" and self.enable_gradient_accumulation:
+            raise ValueError(
+                "overlap='backward' updates chunks in the first backward of a step; pass "
+                "enable_gradient_accumulation=False, or overlap='forward' to accumulate"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeminiArguments(ChunkArguments, GeminiSettings):
+    """Arguments of GeminiPlugin, as a user gives them; `GeminiConfig` is what they come to."""
+
+    placement_policy: PlacementPolicy | None = None
+    """"auto" keeps on the device what fits by the trace of the first steps: chunks with their
+    optimizer state, where memory is spare. "cpu" streams all chunks, "cuda" keeps all of them on
+    the device, and "static" places them by the offload fractions. Default: "auto"."""
+    tensor_placement_policy: PlacementPolicy | None = None
+    """Older name of placement_policy."""
+    offload_optim_frac: Fraction | None = None
+    """With "static": share of the optimizer state, with gradients, on the host."""
+    offload_param_frac: Fraction | None = None
+    """With "static": share of parameters that stream; needs offload_optim_frac=1.0."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         given = (self.placement_policy, self.tensor_placement_policy)
         if None not in given and given[0] != given[1]:
             raise ValueError(
@@ -319,11 +339,6 @@ class GeminiArguments(GeminiSettings):
             raise ValueError(
                 "offload_optim_frac and offload_param_frac belong to placement_policy='static'; "
                 f"{self.policy!r} decides by itself"
-            )
-        if self.overlap == "backward" and self.enable_gradient_accumulation:
-            raise ValueError(
-                "overlap='backward' updates chunks in the first backward of a step; pass "
-                "enable_gradient_accumulation=False, or overlap='forward' to accumulate"
             )
 
     @property

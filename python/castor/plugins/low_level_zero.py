@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
+from castor.config import ChunkArguments, GeminiArguments
+from castor.config.declared import documented, values_of
 from castor.errors import UsageError
 from castor.optim.rules import rules_of
+from castor.plugins.arguments import takes
 from castor.plugins.gemini import GeminiPlugin
+from castor.plugins.not_yet import check_not_yet
 from castor.runtime.engine import Engine
 from castor.runtime.launched import ranks_of_node
 from castor.runtime.ranks import may_share_memory, rank_and_size
@@ -37,6 +42,45 @@ _NOT_OURS: dict[str, tuple[object, str]] = {
 """Unsupported arguments of Colossal-AI's plugin: the accepted value, and what to do instead."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LowLevelZeroArguments(ChunkArguments):
+    """Arguments of LowLevelZeroPlugin, as a user gives them."""
+
+    stage: Literal[1, 2] = 1
+    """ZeRO stage. Stage 2 needs cpu_offload=True and ranks that share memory. For such ranks stage
+    1 with cpu_offload=True takes no more memory."""
+    cpu_offload: bool = False
+    """Whether gradients, master weights and optimizer states are in host memory, where the update
+    runs too. False: everything is on the device."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stage == 2 and not self.cpu_offload:
+            raise NotImplementedError(
+                "stage=2 keeps gradients once for all ranks of a machine in host memory, and "
+                "cpu_offload=False on each rank's device; give stage=1 or cpu_offload=True"
+            )
+
+
+def _check_others(plugin: type, arguments: dict[str, Any]) -> None:
+    """Checks arguments that are none of this plugin's; see check_not_yet.
+
+    Raises:
+        TypeError: The plugin sets the argument itself, or there is no such argument.
+        NotImplementedError: An argument asks for what this version lacks.
+    """
+    for name, instead in _BY_OFFLOAD.items():
+        if name in arguments:
+            raise TypeError(f"LowLevelZeroPlugin has no argument {name!r}: {instead}")
+    for name, (neutral, instead) in _NOT_OURS.items():
+        if arguments.pop(name, neutral) != neutral:
+            raise NotImplementedError(
+                f"{name} may only be {neutral!r} in LowLevelZeroPlugin: {instead}"
+            )
+    check_not_yet(plugin, arguments)
+
+
+@documented(LowLevelZeroArguments)
 class LowLevelZeroPlugin(GeminiPlugin):
     """ZeRO stages 1 and 2 with parameters on the device (Rajbhandari et al. 2020).
 
@@ -44,47 +88,28 @@ class LowLevelZeroPlugin(GeminiPlugin):
     (section 5.2): the ranks of one machine also keep one common copy of the gradients.
 
     Args:
-        stage: ZeRO stage, 1 or 2. Stage 2 needs cpu_offload=True and ranks that share memory. For
-            such ranks stage 1 with cpu_offload=True takes no more memory.
-        cpu_offload: Whether gradients, master weights and optimizer states are in host memory,
-            where the update runs too. False: everything is on the device.
-        **gemini: GeminiPlugin's arguments, except those that this plugin sets itself
-            (placement_policy, tensor_placement_policy, offload_optim_frac, offload_param_frac,
-            gpu_margin_mem_ratio, zero_stage). Further arguments of Colossal-AI's plugin are
-            accepted at the value that asks for nothing.
+        **arguments: The fields of LowLevelZeroArguments, by name.
+        **not_yet: Further arguments of Colossal-AI's plugin, accepted at the value that asks for
+            nothing.
 
     Raises:
-        ValueError: The stage is neither 1 nor 2; see GeminiPlugin.
         NotImplementedError: stage=2 with cpu_offload=False, or an argument asks for something this
             version lacks; the message names it.
-        TypeError: An argument is one that this plugin sets itself; see GeminiPlugin.
-        UsageError, ImportError: See GeminiPlugin.
+        TypeError: An argument of GeminiPlugin is one that this plugin sets itself; see
+            GeminiPlugin.
+        ValueError, UsageError, ImportError: See GeminiPlugin.
     """
 
-    def __init__(self, *, stage: int = 1, cpu_offload: bool = False, **gemini: Any) -> None:
-        if isinstance(stage, bool) or stage not in (1, 2):
-            raise ValueError(f"stage is {stage!r}; give 1 or 2")
-        if not isinstance(cpu_offload, bool):
-            raise TypeError(f"cpu_offload is {cpu_offload!r}; give True or False")
-        if stage == 2 and not cpu_offload:
-            raise NotImplementedError(
-                "stage=2 keeps gradients once for all ranks of a machine in host memory, and "
-                "cpu_offload=False on each rank's device; give stage=1 or cpu_offload=True"
+    @takes(LowLevelZeroArguments, others=_check_others)
+    def __init__(self, arguments: LowLevelZeroArguments) -> None:
+        self._resolve(
+            GeminiArguments(
+                **values_of(arguments, ChunkArguments),
+                placement_policy="static" if arguments.cpu_offload else "cuda",
+                offload_optim_frac=1.0 if arguments.cpu_offload else None,
             )
-        for name, instead in _BY_OFFLOAD.items():
-            if name in gemini:
-                raise TypeError(f"LowLevelZeroPlugin has no argument {name!r}: {instead}")
-        for name, (neutral, instead) in _NOT_OURS.items():
-            if gemini.pop(name, neutral) != neutral:
-                raise NotImplementedError(
-                    f"{name} may only be {neutral!r} in LowLevelZeroPlugin: {instead}"
-                )
-        super().__init__(
-            **gemini,
-            placement_policy="static" if cpu_offload else "cuda",
-            offload_optim_frac=1.0 if cpu_offload else None,
         )
-        self._stage = stage
+        self._stage = arguments.stage
 
     def configure(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Engine:
         """See GeminiPlugin.
