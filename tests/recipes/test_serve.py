@@ -197,7 +197,7 @@ def test_what_is_not_supported_is_refused_by_name(
 def test_values_that_ask_for_nothing_are_taken(ask: openai.OpenAI) -> None:
     found = ask.chat.completions.create(
         model="tiny", messages=HELLO, max_tokens=2, logprobs=False, presence_penalty=0,
-        frequency_penalty=0.0, response_format={"type": "text"}, tools=[], user="somebody",
+        frequency_penalty=0.0, response_format={"type": "text"}, tools=[],
     )  # fmt: skip
     assert found.choices[0].logprobs is None
     with pytest.raises(openai.BadRequestError, match="not support 'logprobs'"):
@@ -384,6 +384,46 @@ def test_clients_take_turns_and_each_comes_in_its_order() -> None:
     turns.close()
     with pytest.raises(QueueFullError):
         turns.enter(Turn(client="a", work="a6"))
+
+
+def test_users_of_a_client_take_turns_within_its_turns() -> None:
+    done: list[str] = []
+    go = threading.Event()
+
+    def compute(turn: Turn[str]) -> None:
+        go.wait(30)
+        done.append(turn.work)
+
+    turns = Turns(compute, max_waiting=9)
+    enter = [Turn(client=one[0], user=one[1], work=one) for one in
+             ("gx0", "gx1", "gx2", "gy0", "gz0", "gy1", "h-0", "h-1", "gw0")]  # fmt: skip
+    turns.enter(enter[0])
+    wait_for(lambda: turns._current is enter[0])
+    for turn in enter[1:]:
+        turns.enter(turn)
+    turns.leave(enter[-1])
+    go.set()
+    wait_for(lambda: len(done) == 8)
+    assert done == ["gx0", "gx1", "h-0", "gy0", "h-1", "gz0", "gx2", "gy1"]
+    turns.close()
+
+
+def test_a_request_comes_in_the_turns_of_its_user(
+    ask: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[Turn[Any]] = []
+    enter = Turns.enter
+
+    def seen(turns: Turns[Any], turn: Turn[Any]) -> None:
+        entered.append(turn)
+        enter(turns, turn)
+
+    monkeypatch.setattr(Turns, "enter", seen)
+    ask.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1, user="ann")
+    ask.completions.create(model="tiny", prompt="A", max_tokens=1, user="bob")
+    ask.completions.create(model="tiny", prompt="A", max_tokens=1)
+    assert [turn.user for turn in entered] == ["ann", "bob", ""]
+    assert len({turn.client for turn in entered}) == 1
 
 
 def test_turns_that_close_give_up_all_that_wait() -> None:

@@ -362,7 +362,8 @@ class Api:
         with _as_bad_request(None):
             default = None if form.chat else _COMPLETION_TOKENS
             sampling = self._sampling(asked, len(prompt), max_new_tokens, default)
-        turn = Turn(client=client, work=_Work(prompt=prompt, sampling=sampling, emit=emit))
+        work = _Work(prompt=prompt, sampling=sampling, emit=emit)
+        turn = Turn(client=client, user=asked.user or "", work=work)
         try:
             self.turns.enter(turn)
         except QueueFullError as error:

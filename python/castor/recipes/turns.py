@@ -1,4 +1,8 @@
-"""Deals the model out to requests: one at a time, clients in turn, with a bound on who waits."""
+"""Deals the model out to requests: one at a time, clients in turn, with a bound on who waits.
+
+A client may ask for several users, as a gateway does. They take turns within the client's turns, so
+that a client gets no more for naming more of them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,9 @@ class Turn(Generic[Work]):
     """A request's place in the queue."""
 
     client: str
-    """Name that tells clients apart; clients take turns, requests of one come in their order."""
+    """Name that tells clients apart, which take turns."""
+    user: str = ""
+    """Name of the client's user; these take turns too, and requests of one come in their order."""
     work: Work
     """The request."""
     gone: threading.Event = field(default_factory=threading.Event)
@@ -39,7 +45,7 @@ class Turn(Generic[Work]):
 
 
 class Turns(Generic[Work]):
-    """Computes requests in a thread of its own, round robin over clients.
+    """Computes requests in a thread of its own, round robin over clients and their users.
 
     Any thread may call the methods. The thread ends with `close`.
 
@@ -51,7 +57,7 @@ class Turns(Generic[Work]):
     def __init__(self, compute: Callable[[Turn[Work]], None], *, max_waiting: int) -> None:
         self._compute, self._max_waiting = compute, max_waiting
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[str, deque[Turn[Work]]] = OrderedDict()
+        self._waiting: OrderedDict[str, OrderedDict[str, deque[Turn[Work]]]] = OrderedDict()
         self._current: Turn[Work] | None = None
         self._closed = False
         self._mean_seconds = 1.0
@@ -59,7 +65,7 @@ class Turns(Generic[Work]):
         self._thread.start()
 
     def enter(self, turn: Turn[Work]) -> None:
-        """Puts a request behind those of its client.
+        """Puts a request behind those of its client's user.
 
         Raises:
             QueueFullError: There is no place.
@@ -70,33 +76,38 @@ class Turns(Generic[Work]):
             if self._closed or waiting >= free:
                 expected = math.ceil(self._mean_seconds * max(1, waiting))
                 raise QueueFullError(waiting, max(1, expected))
-            self._waiting.setdefault(turn.client, deque()).append(turn)
+            users = self._waiting.setdefault(turn.client, OrderedDict())
+            users.setdefault(turn.user, deque()).append(turn)
             self._changed.notify_all()
 
     def leave(self, turn: Turn[Work]) -> None:
         """Gives a request up: out of the queue, or out of its computing at the next token."""
         turn.gone.set()
         with self._changed:
-            own = self._waiting.get(turn.client)
-            if own is not None and turn in own:
+            users = self._waiting.get(turn.client, OrderedDict())
+            own = users.get(turn.user, deque())
+            if turn in own:
                 own.remove(turn)
                 if not own:
+                    del users[turn.user]
+                if not users:
                     del self._waiting[turn.client]
 
     def close(self) -> None:
         """Gives all requests up and waits until the thread has ended."""
         with self._changed:
             self._closed = True
-            for turns in self._waiting.values():
-                for turn in turns:
-                    turn.gone.set()
+            for users in self._waiting.values():
+                for own in users.values():
+                    for turn in own:
+                        turn.gone.set()
             if self._current is not None:
                 self._current.gone.set()
             self._changed.notify_all()
         self._thread.join()
 
     def _count(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return sum(len(own) for users in self._waiting.values() for own in users.values())
 
     def _run(self) -> None:
         while True:
@@ -106,10 +117,13 @@ class Turns(Generic[Work]):
                     self._changed.wait()
                 if not self._waiting:
                     return
-                client, own = self._waiting.popitem(last=False)
+                client, users = self._waiting.popitem(last=False)
+                user, own = users.popitem(last=False)
                 turn = self._current = own.popleft()
                 if own:
-                    self._waiting[client] = own  # behind all others
+                    users[user] = own  # behind all others
+                if users:
+                    self._waiting[client] = users
             begin = time.monotonic()
             self._compute(turn)
             self._mean_seconds += (time.monotonic() - begin - self._mean_seconds) / 8
