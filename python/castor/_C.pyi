@@ -51,6 +51,7 @@ class StateOptions:
         state_format: StateFormat,
         nvme: NvmeOptions | None,
         nvme_fraction: float,
+        device_fraction: float | None,
     ) -> None: ...
 
 class Reservation: ...
