@@ -346,12 +346,12 @@ integration: $(VENV_STAMPS)/integration
 # The asynchronous simulated GPU: tests made for it with each seed of delays, then suites of the CPU
 # device on it with each. A seed took 26 minutes on two cores that others were busy on.
 SIMGPU_SEEDS ?= 1 2 3
-SIMGPU_OWN := cuda cuda_session gpu_ranks gpu_parallel streams simulated_gpu simulated_group simulated_device simulated_nvme embeddings async_loader packed
+SIMGPU_OWN := cuda cuda_session gpu_ranks gpu_parallel streams simulated_gpu simulated_group simulated_device simulated_nvme simulated_rules embeddings async_loader packed
 SIMGPU_SUITES := parity checkpoint_resume checkpoint_model checkpoint_optimizer checkpoint_faults \
 	checkpoint_damage checkpoint_dataloader partial_gradients hybrid nvme nvme_abuse nvme_weights \
 	nvme_weights_shared passes states untrained writes recomputed_blocks auto_activations offloaded_blocks \
 	tiled_blocks tiled_logits activations_on_nvme tight_budgets shared_budget generation \
-	tensor_parallel stage_calls
+	tensor_parallel stage_calls fused_rules
 comma := ,
 simgpu: export CASTOR_REQUIRE_SIMULATED_DEVICE := 1
 simgpu: $(VENV_STAMPS)/castor

@@ -34,8 +34,9 @@ TORCH_LAYERS = frozenset({"torch", "c10d", "python"})
 ELEMENT_HEADERS = frozenset(
     f"optim/{name}.h"
     for name in (
-        *("adam", "adam_check", "adam_element", "adam_rule", "block_moments", "elementwise"),
-        *("gradient", "moment_codec", "pairs", "rounding", "split_master", "state_format"),
+        *("adam", "adam_check", "adam_element", "adam_rule", "block_moments", "element_check"),
+        *("element_state", "elementwise", "gradient", "lion_element", "lion_rule", "moment_codec"),
+        *("pairs", "rounding", "sgd_element", "sgd_rule", "split_master", "state_format"),
         *("stochastic", "update_rule"),
     )
 )

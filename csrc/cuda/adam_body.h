@@ -3,7 +3,6 @@
 // Internal to csrc/cuda. The work of a thread of the Adam kernels, in plain C++: without a GPU,
 // tests run these bodies index by index against the CPU loops.
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -24,6 +23,7 @@ namespace castor::cuda {
 /// Update of one element of a segment in kFp32.
 template <ScalarType type, WeightDecayMode mode>
 struct Fp32Body {
+  using Segment = AdamSegment;
   using Codec = ScalarCodec<type>;
   using Storage = typename Codec::Storage;
 
@@ -71,6 +71,7 @@ struct Fp32Body {
 /// (detail::Bf16Moments).
 template <typename Moments, WeightDecayMode mode>
 struct SplitBody {
+  using Segment = AdamSegment;
   using Moment = typename Moments::Storage;
 
   struct Loaded {

@@ -2,9 +2,10 @@
 
 #include <vector>
 
-#include "cuda/adam_batch.h"
 #include "cuda/adam_body.h"
 #include "cuda/launch.h"
+#include "cuda/segment_batch.h"
+#include "cuda/tile_kernel.h"
 #include "optim/adam_check.h"
 
 namespace castor::cuda {
@@ -13,27 +14,7 @@ namespace {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-template <typename Body>
-__global__ __launch_bounds__(kAdamThreads) void update_elements(
-    const __grid_constant__ AdamBatch batch) {
-  const AdamBatch::Tile tile = batch.tile(blockIdx.x, kAdamTile);
-  const AdamSegment& segment = batch.segments[tile.segment];
-  typename Body::Loaded loaded[kAdamUnroll];
-  // Neighbouring threads have neighbouring elements: whole lines for every array, whatever its
-  // element's size and alignment.
-#pragma unroll
-  for (unsigned u = 0; u < kAdamUnroll; ++u) {
-    const std::size_t i = tile.begin + u * kAdamThreads + threadIdx.x;
-    if (i < segment.numel)
-      loaded[u] = Body::load(segment, i);
-  }
-#pragma unroll
-  for (unsigned u = 0; u < kAdamUnroll; ++u) {
-    const std::size_t i = tile.begin + u * kAdamThreads + threadIdx.x;
-    if (i < segment.numel)
-      Body::store(segment, i, loaded[u]);
-  }
-}
+using AdamBatch = SegmentBatch<AdamSegment>;
 
 /// A thread block updates one block of moments; a segment's last block may be short.
 template <WeightDecayMode mode>
@@ -87,15 +68,15 @@ void append_variants(std::vector<Variant>& variants) {
   constexpr bool kL2 = mode == WeightDecayMode::kL2;
   const auto add_fp32 = [&]<ScalarType type>() {
     variants.push_back(
-        {StateFormat::kFp32, type, kL2, kAdamTile, &update_elements<Fp32Body<type, mode>>});
+        {StateFormat::kFp32, type, kL2, kTileElements, &update_elements<Fp32Body<type, mode>>});
   };
   add_fp32.template operator()<ScalarType::kFloat32>();
   add_fp32.template operator()<ScalarType::kBFloat16>();
   add_fp32.template operator()<ScalarType::kFloat16>();
   constexpr ScalarType kBf16 = ScalarType::kBFloat16;
-  variants.push_back({StateFormat::kSplit, kBf16, kL2, kAdamTile,
+  variants.push_back({StateFormat::kSplit, kBf16, kL2, kTileElements,
                       &update_elements<SplitBody<castor::detail::Fp32Moments, mode>>});
-  variants.push_back({StateFormat::kSplitBf16, kBf16, kL2, kAdamTile,
+  variants.push_back({StateFormat::kSplitBf16, kBf16, kL2, kTileElements,
                       &update_elements<SplitBody<castor::detail::Bf16Moments, mode>>});
   variants.push_back({StateFormat::kSplitInt8, kBf16, kL2, kMomentBlock, &update_blocks<mode>});
 }
@@ -117,8 +98,8 @@ void adam_update(std::span<const AdamSegment> segments, cudaStream_t stream) {
         alike.push_back(segment);
       }
     }
-    for (const AdamBatch& batch : make_batches(alike, variant.tile_elements))
-      launch("the Adam kernel", variant.kernel, batch.num_tiles, kAdamThreads, stream, batch);
+    for (const AdamBatch& batch : make_batches<AdamSegment>(alike, variant.tile_elements))
+      launch("the Adam kernel", variant.kernel, batch.num_tiles, kTileThreads, stream, batch);
   }
 }
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <bit>
 #include <cmath>
 
 #include "optim/adam.h"
@@ -69,13 +68,9 @@ template <WeightDecayMode mode>
 
 namespace detail {
 
-/// Returns `updated` with the NaN 0x7fc00000 for any NaN. A GPU's arithmetic makes 0x7fffffff,
-/// which the roundings that add to the bits (param_of, round_stochastically_to_bfloat16) would
-/// carry over into a zero.
+/// Applies plain_nan to a weight and its moments.
 [[nodiscard]] CASTOR_ELEMENTWISE AdamElement with_plain_nans(AdamElement updated) noexcept {
-  constexpr float kPlainNan = std::bit_cast<float>(0x7fc00000u);
-  const auto plain = [](float x) { return x != x ? kPlainNan : x; };
-  return {plain(updated.weight), plain(updated.exp_avg), plain(updated.exp_avg_sq)};
+  return {plain_nan(updated.weight), plain_nan(updated.exp_avg), plain_nan(updated.exp_avg_sq)};
 }
 
 }  // namespace detail

@@ -7,10 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
 
-#include "core/error.h"
 #include "optim/dispatch.h"
+#include "optim/element_check.h"
+#include "optim/element_state.h"
 #include "optim/elementwise.h"
 #include "optim/rounding.h"
 #include "optim/segment_pieces.h"
@@ -18,12 +18,6 @@
 #include "optim/update_rule.h"
 
 namespace castor::detail {
-
-/// Argument and result of an element function; `state` is 0 where the rule keeps none.
-struct ElementState {
-  float weight;
-  float state;
-};
 
 /// Runs `Element` (operator()(ElementState old, float grad), kHasState) over fp32 masters. The
 /// masters are the parameters themselves, or kept beside 16-bit ones, as AdamSegment describes for
@@ -107,41 +101,13 @@ struct SplitMasterLoop {
   }
 };
 
-/// Returns why update_elements refuses a segment; empty if it does not.
-[[nodiscard]] inline std::string complaint_about(const UpdateSegment& segment, bool split,
-                                                 std::size_t num_states) {
-  if (segment.param == nullptr || segment.grad == nullptr)
-    return " lacks its parameter or gradient";
-  if (split && segment.type != ScalarType::kBFloat16)
-    return ": only bfloat16 can be split";
-  const bool needs_master = !split && segment.type != ScalarType::kFloat32;
-  if ((segment.master != nullptr) != needs_master || (segment.remainder != nullptr) != split) {
-    return split          ? " needs a remainder and no master"
-           : needs_master ? " needs a master and no remainder"
-                          : " needs neither master nor remainder";
-  }
-  for (std::size_t i = 0; i < kMaxRuleStates; ++i) {
-    if ((segment.states[i] != nullptr) != (i < num_states))
-      return i < num_states ? " lacks a state" : " has a state that the rule does not keep";
-  }
-  return {};
-}
-
 /// Implements UpdateRule::update for a rule whose coefficients are an `Element`, on one of
 /// supported_isas().
 template <typename Element>
 void update_elements(const UpdateRule& rule, Executor& executor,
                      std::span<const UpdateSegment> segments, Isa isa) {
   const bool split = rule.splits_masters();
-  for (const UpdateSegment& segment : segments) {
-    const std::string complaint =
-        segment.numel == 0 ? "" : complaint_about(segment, split, rule.states().size());
-    if (!complaint.empty()) {
-      throw InvalidArgument("segment of " + std::to_string(segment.numel) + " " +
-                            std::string(to_string(segment.type)) + " elements for the rule '" +
-                            std::string(rule.name()) + "'" + complaint);
-    }
-  }
+  check_segments(rule, segments);
   for_each_piece(
       executor, segments, [&](const UpdateSegment& segment, std::size_t begin, std::size_t count) {
         if (split)

@@ -25,6 +25,13 @@ namespace detail {
   return std::bit_cast<float>(
       blend(condition, std::bit_cast<std::uint32_t>(a), std::bit_cast<std::uint32_t>(b)));
 }
+
+/// Returns `x`, or the NaN 0x7fc00000 for any NaN. A GPU's arithmetic makes 0x7fffffff, which the
+/// roundings that add to the bits (param_of, round_stochastically_to_bfloat16) would carry over
+/// into a zero.
+[[nodiscard]] CASTOR_ELEMENTWISE constexpr float plain_nan(float x) noexcept {
+  return x != x ? std::bit_cast<float>(0x7fc00000u) : x;
+}
 }  // namespace detail
 
 /// Rounds to nearest, ties AWAY from zero. So every master lies within [-0x8000, 0x7fff] steps of

@@ -1,9 +1,11 @@
 #pragma once
 
-// Internal to csrc/optim: one element at a time.
+// Internal to csrc/optim and the CUDA kernels: one element at a time.
 
-#include "optim/element_update.h"
+#include "optim/element_state.h"
+#include "optim/elementwise.h"
 #include "optim/multiply_add.h"
+#include "optim/rounding.h"
 
 namespace castor {
 

@@ -48,7 +48,7 @@ namespace castor::detail {
 }
 
 /// Applies round_to_bfloat16 to a master that came from join_master and arithmetic. A NaN then has
-/// 16 zero low bits and needs no care. A GPU's NaN does not: see with_plain_nans.
+/// 16 zero low bits and needs no care. A GPU's NaN does not: see plain_nan.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint16_t param_of(float master) noexcept {
   return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(master) + 0x8000u) >> 16);
 }

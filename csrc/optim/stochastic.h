@@ -70,7 +70,7 @@ namespace detail {
 /// the other neighbour is infinity; infinity stays.
 ///
 /// A NaN stays one if its low 16 bits are zero. They are in a NaN that a CPU's arithmetic makes or
-/// passes on from bf16 operands; a GPU's are not (0x7fffffff), see with_plain_nans.
+/// passes on from bf16 operands; a GPU's are not (0x7fffffff), see plain_nan.
 [[nodiscard]] CASTOR_ELEMENTWISE constexpr std::uint16_t round_stochastically_to_bfloat16(
     float value, std::uint32_t random) noexcept {
   return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(value) + random) >> 16);

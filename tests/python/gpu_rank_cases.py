@@ -21,6 +21,7 @@ import grids
 import helpers
 import low_level_zero_cases
 import rank_cases
+from fused_optimizers import MAKERS
 from helpers import GIB, tight_memory
 from rank_cases import RankCase, _frozen, _of_rank, _refused, _tower_loss, _zoo, boost
 from simulated import compute_as_asked
@@ -50,6 +51,15 @@ EXACT = {
         tower,
         _tower_loss,
         SMALL | {"placement_policy": "static", "offload_optim_frac": 0.5, "overlap": "none"},
+    ),
+    "momentum, half on the device": RankCase(
+        tower,
+        _tower_loss,
+        SMALL | {"placement_policy": "static", "offload_optim_frac": 0.5, "overlap": "none"},
+        optimizer=MAKERS["momentum"],
+    ),
+    "lion, all on the device": RankCase(
+        tower, _tower_loss, SMALL | {"placement_policy": "cuda"}, optimizer=MAKERS["lion"]
     ),
     "uneven": RankCase(rank_cases.EXACT["uneven"].build, rank_cases.EXACT["uneven"].loss, SMALL),
     "uneven, tight": RankCase(

@@ -279,15 +279,16 @@ def go_on(boosted: Boosted, first: int = 0, steps: int = 4, *, width: int = 32) 
 
 
 def exact_state(boosted: Boosted) -> list[torch.Tensor]:
-    """Weights, masters and float32 moments."""
+    """Weights, masters and float32 states of the update rule."""
     engine = engine_of(boosted.model)
+    assert engine.rule is not None
     engine.session.move_to_host()
     state = copies(boosted.model.parameters())
     for i in range(len(engine.params)):
         master = engine.session.master(i)
         state += [] if master is None else copies([master])
     for entry in boosted.optimizer.state_dict()["state"].values():
-        state += copies([entry["exp_avg"], entry["exp_avg_sq"]])
+        state += copies([entry[name] for name in engine.rule.states])
     return state
 
 

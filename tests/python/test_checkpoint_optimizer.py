@@ -319,7 +319,6 @@ def fails_and_changes_nothing(boosted: Boosted, directory: Path, match: str) -> 
         assert equal(param, value)
 
 
-@pytest.mark.cpu_device("a GPU has no kernels for it")
 def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     saved: dict[str, Any] = {
         "shape": boost(tower(width=16)),

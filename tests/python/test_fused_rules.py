@@ -1,7 +1,7 @@
 """SGD and Lion on chunks: the bits of torch's own steps, wherever their states are."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from castor import Booster, HybridAdam
 from castor.checkpoint.convert import convert
 from castor.estimate import Workload, estimate
 from castor.optim import Lion
-from castor.optim.rules import rules_of
 from castor.runtime.engine import engine_of
 from estimating import SMALL, small_machine, write
+from fused_optimizers import MAKERS, Make, boosted_with, states_of
 from helpers import (
     Boosted,
     assert_close_losses,
@@ -37,19 +37,7 @@ from helpers import (
 from rank_processes import assert_go_on_as_one
 from zoo import tower, tower_batch, tower_loss
 
-pytestmark = pytest.mark.cpu_device("castor has no kernels of these rules for a GPU")
-
-Make = Callable[[Any], Optimizer]
-MAKERS: dict[str, Make] = {
-    "plain": lambda params: SGD(params, lr=0.1),
-    "decay": lambda params: SGD(params, lr=0.1, weight_decay=0.03),
-    "momentum": lambda params: SGD(params, lr=0.1, momentum=0.9),
-    "dampening": lambda params: SGD(params, lr=0.1, momentum=0.7, dampening=0.3, weight_decay=0.01),
-    "nesterov": lambda params: SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "maximize": lambda params: SGD(params, lr=1e-3, momentum=0.9, maximize=True, weight_decay=0.01),
-    "lion": lambda params: Lion(params, lr=1e-3, weight_decay=0.1),
-}
-TIGHT = {"memory": "24KiB", "chunk_bytes": "8KiB"}
+TIGHT = {"memory": "32KiB", "chunk_bytes": "8KiB"}
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -60,17 +48,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
         {"params": decayed, "momentum": 0.9, "weight_decay": 0.1},
         {"params": others, "lr": 0.2},
     ]
-
-
-def boosted_with(make: Make, model: nn.Module | None = None, **settings: Any) -> Boosted:
-    model = tower() if model is None else model
-    return boost(model, optimizer=make(model.parameters()), **settings)
-
-
-def states_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Whole ones, in the parameters' order."""
-    state = optimizer.state_dict()["state"]
-    return [value.clone() for i in sorted(state) for _, value in sorted(state[i].items())]
 
 
 def assert_same_as(boosted: Boosted, model: nn.Module, optimizer: Optimizer) -> None:
@@ -155,7 +132,7 @@ def test_masters_take_the_steps_of_float32_weights(
         loss = tower_loss(boosted.model, i)
         boosted.booster.backward(loss, boosted.optimizer)
         for master, param in zip(masters, boosted.model.parameters(), strict=True):
-            master.grad = param.grad.float() / (8.0 if precision == "fp16" else 1.0)
+            master.grad = param.grad.float().cpu() / (8.0 if precision == "fp16" else 1.0)
         boosted.optimizer.step()
         boosted.optimizer.zero_grad()
         own.step()
@@ -268,14 +245,6 @@ def test_formats_that_round_are_refused_by_name(name: str, state_format: str) ->
     with pytest.raises(ValueError, match=f"'{state_format}'.* rounds what Adam keeps, and "):
         boosted_with(MAKERS[name], model, precision="bf16", optim_state_format=state_format)
     assert_same_weights(model, before)
-
-
-@pytest.mark.parametrize("name", ["plain", "lion"])
-def test_on_a_gpu_which_has_no_kernels_of_it_an_optimizer_steps_itself(name: str) -> None:
-    """test_own_steps.py has its bits."""
-    optimizer = MAKERS[name](tower().parameters())
-    assert rules_of([optimizer], "cuda:0") == [None]
-    assert rules_of([optimizer], "cpu") != [None]
 
 
 @pytest.mark.parametrize(
@@ -533,6 +502,7 @@ def test_a_conversion_to_16_bits_keeps_float32_weights_as_masters(
     assert_equal([session.master(i) for i in range(len(weights))], copies(weights))
 
 
+@pytest.mark.cpu_device("a model on a GPU is not released")
 def test_copies_and_releases_are_ordinary_optimizers() -> None:
     boosted = boosted_with(MAKERS["lion"])
     go_on(boosted)

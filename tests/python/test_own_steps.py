@@ -12,7 +12,6 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, RMSprop
 
 import castor
 import rank_cases
-from castor.runtime.engine import engine_of
 from helpers import (
     LR,
     Boosted,
@@ -20,7 +19,6 @@ from helpers import (
     boost,
     copies,
     losses_of_boosted,
-    plain_steps,
     plugin,
 )
 from rank_processes import assert_go_on_as_one
@@ -288,21 +286,6 @@ def test_on_a_simulated_gpu(simulated: Any, name: str) -> None:
         assert_same_weights(mine.model, copies(expected.model.parameters()))
         for entry in mine.optimizer.state.values():
             assert {v.device.type for v in entry.values() if torch.is_tensor(v)} == {"cpu"}
-
-
-@pytest.mark.parametrize("simulated", ["gpu, seed 1"], indirect=True)
-def test_rules_without_kernels_step_themselves_on_a_gpu(simulated: Any) -> None:
-    for make in (
-        lambda params: SGD(params, lr=1e-2, momentum=0.9),
-        lambda params: castor.optim.Lion(params, lr=1e-3),
-    ):
-        plain, model = tower(), tower()
-        expected = plain_steps(plain, make(list(plain.parameters())))
-        optimizer = make(list(model.parameters()))
-        mine = simulated.boost(model, 2**20, optimizer=optimizer, chunk_bytes=2**13)
-        losses = losses_of_boosted(mine, tower_loss, steps=4)
-        assert losses == pytest.approx(expected, rel=1e-6)
-        assert engine_of(mine.model).rule is None
 
 
 def test_ranks_save_and_go_on_as_one_process(tmp_path: Path) -> None:

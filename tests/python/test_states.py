@@ -201,7 +201,6 @@ def test_state_in_the_dict_is_current_and_edits_of_it_count() -> None:
         assert_close(param.detach(), value, rtol=0, atol=1e-7)
 
 
-@pytest.mark.cpu_device("a GPU has no kernels for it")
 def test_state_of_another_optimizer_saves_and_loads() -> None:
     def sgd() -> Boosted:
         model = tower()

@@ -17,8 +17,8 @@ namespace {
 /// While the session lives.
 py::dict counts(const SimulatedDevice& device) {
   py::dict figures;
-  figures["adam_numel"] = device.counts().adam_numel.load();
-  figures["adam_calls"] = device.counts().adam_calls.load();
+  figures["update_numel"] = device.counts().update_numel.load();
+  figures["update_calls"] = device.counts().update_calls.load();
   figures["norm_numel"] = device.counts().norm_numel.load();
   figures["fences"] = device.counts().fences.load();
   figures["copies_in"] = device.copies()->num_copies(CopyDirection::kHostToDevice);

@@ -8,7 +8,6 @@
 #include "core/error.h"
 #include "cuda/host_kernels.h"
 #include "host/mmap_arena.h"
-#include "optim/adam_rule.h"
 #include "torch_allocations.h"
 
 namespace castor::testing {
@@ -112,29 +111,31 @@ void SimulatedDevice::follow(const std::shared_ptr<DeviceAccount>& account) {
   follow_torch_allocations(account);
 }
 
-void SimulatedDevice::check(const void* data, std::size_t bytes, const char* what) const {
+void SimulatedDevice::check(const void* data, std::size_t bytes, std::string_view what) const {
   if (data != nullptr && bytes > 0 && !memory_->contains(data, bytes)) {
-    throw Error(std::string("a kernel of the simulated device was given ") + what +
+    throw Error("a kernel of the simulated device was given " + std::string(what) +
                 " that is not in its memory");
   }
 }
 
-bool SimulatedDevice::has(std::string_view rule) const noexcept { return rule == AdamRule::kName; }
+bool SimulatedDevice::has(std::string_view rule) const noexcept {
+  return kernels_on_host(rule) != nullptr;
+}
 
 void SimulatedDevice::update(const UpdateRule& rule, std::span<const UpdateSegment> segments,
                              StreamId /*stream*/) {
-  counts_.adam_calls.fetch_add(1);
-  for (const AdamSegment& segment : adam_segments(segments, rule.format())) {
+  counts_.update_calls.fetch_add(1);
+  for (const UpdateSegment& segment : segments) {
     const std::size_t bytes = segment.numel * size_of(segment.type);
     check(segment.grad, bytes, "a gradient");
     check(segment.param, bytes, "a parameter");
     check(segment.master, segment.numel * sizeof(float), "a master");
     check(segment.remainder, segment.numel * sizeof(std::int16_t), "a remainder");
-    check(segment.exp_avg, segment.numel, "exp_avg");
-    check(segment.exp_avg_sq, segment.numel, "exp_avg_sq");
-    counts_.adam_numel.fetch_add(segment.numel);
-    adam_kernels_on_host(std::span(&segment, 1));
+    for (std::size_t i = 0; i < rule.states().size(); ++i)
+      check(segment.states[i], rule.states()[i].bytes(segment.numel), rule.states()[i].plural);
+    counts_.update_numel.fetch_add(segment.numel);
   }
+  kernels_on_host(rule.name())->update(rule, segments);
 }
 
 void SimulatedDevice::square_norms(std::span<const NormSegment> segments, std::span<double> sums,

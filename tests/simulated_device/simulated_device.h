@@ -33,8 +33,8 @@ class DeviceMemory {
 
 /// Of a simulated device, since it was made.
 struct DeviceCounts {
-  std::atomic<std::size_t> adam_numel{0};
-  std::atomic<std::size_t> adam_calls{0};
+  std::atomic<std::size_t> update_numel{0};
+  std::atomic<std::size_t> update_calls{0};
   std::atomic<std::size_t> norm_numel{0};
   std::atomic<std::size_t> fences{0};
 };
@@ -71,7 +71,7 @@ class SimulatedDevice final : public DeviceBackend, public DeviceKernels {
   [[nodiscard]] DeviceMemory& memory() noexcept { return *memory_; }
 
  private:
-  void check(const void* data, std::size_t bytes, const char* what) const;
+  void check(const void* data, std::size_t bytes, std::string_view what) const;
 
   const std::uint64_t bytes_per_second_;
   const std::shared_ptr<DeviceMemory> memory_;

@@ -55,8 +55,8 @@ struct AllocatorRefusals {
 
 /// What the device has been given since the process began.
 struct Counts {
-  std::atomic<std::size_t> adam_numel{0};
-  std::atomic<std::size_t> adam_calls{0};
+  std::atomic<std::size_t> update_numel{0};
+  std::atomic<std::size_t> update_calls{0};
   std::atomic<std::size_t> norm_numel{0};
   std::atomic<std::size_t> copies_in{0};
   std::atomic<std::size_t> copies_out{0};

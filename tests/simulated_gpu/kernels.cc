@@ -7,6 +7,7 @@
 #include "allocator.h"
 #include "core/error.h"
 #include "cuda/adam_kernel.h"
+#include "cuda/element_kernel.h"
 #include "cuda/host_kernels.h"
 #include "cuda/norm_kernel.h"
 #include "optim/adam_check.h"
@@ -46,7 +47,7 @@ double square_norm(const NormSegment& segment) {
 }  // namespace
 
 void adam_update(std::span<const AdamSegment> segments, cudaStream_t stream) {
-  ++simulated::counts().adam_calls;
+  ++simulated::counts().update_calls;
   for (const AdamSegment& segment : segments) {
     castor::detail::check_segment(segment);
     const std::size_t bytes = segment.numel * size_of(segment.type);
@@ -56,10 +57,37 @@ void adam_update(std::span<const AdamSegment> segments, cudaStream_t stream) {
     check_address(segment.remainder, segment.numel, "a remainder");
     check_address(segment.exp_avg, segment.numel, "exp_avg");
     check_address(segment.exp_avg_sq, segment.numel, "exp_avg_sq");
-    simulated::counts().adam_numel += segment.numel;
+    simulated::counts().update_numel += segment.numel;
     queue(stream)->enqueue([segment] { testing::adam_kernels_on_host(std::span(&segment, 1)); });
   }
 }
+
+template <typename Element>
+void element_update(const UpdateRule& rule, std::span<const UpdateSegment> segments,
+                    cudaStream_t stream) {
+  ++simulated::counts().update_calls;
+  castor::detail::check_segments(rule, segments);
+  for (const UpdateSegment& segment : segments) {
+    const std::size_t bytes = segment.numel * size_of(segment.type);
+    check_address(segment.grad, bytes, "a gradient");
+    check_address(segment.param, bytes, "a parameter");
+    check_address(segment.master, segment.numel, "a master");
+    check_address(segment.remainder, segment.numel, "a remainder");
+    check_address(segment.states[0], segment.numel, "a state");
+    simulated::counts().update_numel += segment.numel;
+  }
+  queue(stream)->enqueue([split = rule.splits_masters(),
+                          given = std::vector<UpdateSegment>(segments.begin(), segments.end())] {
+    testing::element_kernels_on_host<Element>(split, given);
+  });
+}
+
+template void element_update<LionElement>(const UpdateRule&, std::span<const UpdateSegment>,
+                                          cudaStream_t);
+template void element_update<SgdElement<false>>(const UpdateRule&, std::span<const UpdateSegment>,
+                                                cudaStream_t);
+template void element_update<SgdElement<true>>(const UpdateRule&, std::span<const UpdateSegment>,
+                                               cudaStream_t);
 
 std::size_t norm_workspace_doubles(std::span<const NormSegment> segments) noexcept {
   return segments.size();

@@ -28,8 +28,8 @@ py::dict memory_figures() {
 
 py::dict count_figures() {
   py::dict figures;
-  figures["adam_numel"] = counts().adam_numel.load();
-  figures["adam_calls"] = counts().adam_calls.load();
+  figures["update_numel"] = counts().update_numel.load();
+  figures["update_calls"] = counts().update_calls.load();
   figures["norm_numel"] = counts().norm_numel.load();
   figures["copies_in"] = counts().copies_in.load();
   figures["copies_out"] = counts().copies_out.load();

@@ -11,7 +11,7 @@ from castor.config import GeminiConfig
 from castor.errors import UsageError
 from castor.optim.boosted import boosted_class
 from castor.optim.own_step import patched_step_of
-from castor.runtime.rules import ADAM, CLASSES, FusedRule
+from castor.runtime.rules import CLASSES, FusedRule
 
 
 def check_optimizers(
@@ -54,8 +54,6 @@ def _check_optimizer(optimizer: Optimizer, rule: FusedRule | None, config: Gemin
             "fp16 cannot be skipped: use precision='bf16' or 'fp32'"
         )
     instead = f"{', '.join(CLASSES[:-1])} or {CLASSES[-1]} ({_WITHOUT})"
-    if config.device != "cpu":
-        instead = f"{' or '.join(ADAM.classes)}, for which there are kernels"
     generic = f"{name} with these options runs its own step"
     if patched_step_of(optimizer) is not None:
         generic = f"{name}.step was replaced on this object before boost, and runs as it is"

@@ -22,7 +22,7 @@ def has_place_for(engine: Engine, made: Optimizer) -> bool:
     indices = [engine.index_of[param] for param in params]  # type: ignore[index]
     if not all(engine.trained[index] for index in indices):
         return False
-    (rule,) = rules_of([made], engine.device.type)
+    (rule,) = rules_of([made])
     ruled = {engine.ruled[index] for index in indices}
     return ruled == {False} or (ruled == {True} and rule is engine.rule)
 

@@ -10,19 +10,18 @@ from torch.optim import Optimizer
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.lion import Lion
 from castor.optim.own_step import patched_step_of
-from castor.runtime.rules import ADAM, RULES, TENSORS, FusedRule
+from castor.runtime.rules import RULES, TENSORS, FusedRule
 
 _OWN: dict[str, type[Optimizer]] = {"HybridAdam": HybridAdam, "Lion": Lion}
 
 
-def rules_of(optimizers: Sequence[Optimizer], device: str) -> list[FusedRule | None]:
+def rules_of(optimizers: Sequence[Optimizer]) -> list[FusedRule | None]:
     """Returns the rule that runs each optimizer of one model; None where it runs its own step.
 
     The chunks of a model have one rule: the one that computes most of the optimizers exactly, and
-    of several such rules the first. On a GPU it is Adam's, the only rule with kernels.
+    of several such rules the first.
     """
-    rules = RULES if device == "cpu" else (ADAM,)
-    rule = max(rules, key=lambda rule: sum(_computes(rule, one) for one in optimizers))
+    rule = max(RULES, key=lambda rule: sum(_computes(rule, one) for one in optimizers))
     return [rule if _computes(rule, optimizer) else None for optimizer in optimizers]
 
 

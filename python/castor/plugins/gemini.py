@@ -133,7 +133,7 @@ class GeminiPlugin:
             IoError: The NVMe tier's files cannot be made; model and optimizer are unchanged.
         """
         check_fit_for_chunks(model)
-        rules = rules_of(optimizers, self.config.device)
+        rules = rules_of(optimizers)
         rule = next((one for one in rules if one), None)
         choice = choose_state_format(optimizers, self.config, rule)
         head = output_embedding(model, self.config.tile_logits)

@@ -126,7 +126,7 @@ class LowLevelZeroPlugin(GeminiPlugin):
                 f"ranks {ranks_of_node()} are on this one, or CASTOR_RANK_LINK says that they "
                 "share no memory; give stage=1"
             )
-        rules = rules_of(optimizers, self.config.device)
+        rules = rules_of(optimizers)
         if self._stage == 2 and size > 1 and None in rules:
             name = type(optimizers[rules.index(None)]).__name__
             raise NotImplementedError(

@@ -214,7 +214,7 @@ class ParallelConfig:
 
 
 def _check_updates(optimizers: Sequence[Optimizer], asked: str) -> None:
-    for optimizer, rule in zip(optimizers, rules_of(optimizers, "cpu"), strict=True):
+    for optimizer, rule in zip(optimizers, rules_of(optimizers), strict=True):
         if rule is None:
             raise NotImplementedError(
                 f"with {asked} a {type(optimizer).__name__} would step shards of "

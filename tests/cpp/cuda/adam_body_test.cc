@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <bit>
 #include <string>
 #include <vector>
@@ -91,35 +90,6 @@ TEST(AdamBodyTest, TheNanOfAGpuDoesNotBecomeAZero) {
     EXPECT_EQ(std::bit_cast<std::uint32_t>(state.exp_avg(i)), 0x7fc00000u);
   }
 }
-
-TEST(AdamBatchTest, CoversEveryElementOfEverySegmentOnce) {
-  const AdamCoefficients coefficients({}, 1, 1.0);
-  std::vector<AdamSegment> segments;
-  for (const std::size_t numel : {5u, 0u, 256u, 257u, 0u, 1u, 5000u})
-    segments.push_back({.numel = numel, .coefficients = coefficients});
-  for (std::size_t i = 0; i < 2 * cuda::kBatchSegments; ++i)
-    segments.push_back({.numel = 3 + 100 * i, .coefficients = coefficients});
-  for (std::size_t i = 0; i < segments.size(); ++i)
-    segments[i].first_element = i;  // tells them apart
-  std::vector<std::vector<int>> visits(segments.size());
-  for (std::size_t i = 0; i < segments.size(); ++i)
-    visits[i].resize(segments[i].numel);
-  for (const auto& batch : cuda::make_batches(segments, 256)) {
-    ASSERT_GE(batch.num_segments, 1u);
-    ASSERT_LE(batch.num_segments, cuda::kBatchSegments);
-    for (std::uint32_t block = 0; block < batch.num_tiles; ++block) {
-      const auto tile = batch.tile(block, 256);
-      const AdamSegment& segment = batch.segments[tile.segment];
-      ASSERT_LT(tile.begin, segment.numel);
-      for (std::size_t i = tile.begin; i < std::min(segment.numel, tile.begin + 256); ++i)
-        ++visits[segment.first_element][i];
-    }
-  }
-  for (const std::vector<int>& counts : visits)
-    EXPECT_TRUE(std::ranges::all_of(counts, [](int count) { return count == 1; }));
-}
-
-TEST(AdamBatchTest, NoSegmentsMakeNoBatch) { EXPECT_TRUE(cuda::make_batches({}, 256).empty()); }
 
 }  // namespace
 }  // namespace castor

@@ -11,8 +11,10 @@
 #include "core/error.h"
 #include "cuda/adam_kernel.h"
 #include "cuda/adam_state.h"
+#include "cuda/element_state.h"
 #include "cuda/gpu_test.h"
 #include "cuda/norm_kernel.h"
+#include "cuda/update_kernels.h"
 #include "optim/gradient.h"
 
 namespace castor {
@@ -21,6 +23,8 @@ namespace {
 using testing::AdamKind;
 using testing::AdamState;
 using testing::DeviceBuffer;
+using testing::ElementHeld;
+using testing::ElementKind;
 using testing::GpuTest;
 using testing::options_with;
 using testing::ScopedStream;
@@ -93,6 +97,46 @@ TEST_P(GpuAdamTest, AParameterMayChangeSidesBetweenSteps) {
 
 INSTANTIATE_TEST_SUITE_P(Kinds, GpuAdamTest, ::testing::ValuesIn(testing::kAdamKinds),
                          testing::kind_name);
+
+/// One step on the device, there and back.
+void update_on_gpu(ElementHeld& held, std::int64_t step) {
+  DeviceBuffer device(held.bytes().size());
+  device.write(held.bytes());
+  const UpdateSegment segment = held.segment(device.data(), step);
+  ScopedStream stream;
+  cuda::update(held.rule(), {&segment, 1}, stream.get());
+  stream.synchronize();
+  device.read(held.bytes());
+}
+
+class GpuElementTest : public GpuTest, public ::testing::WithParamInterface<ElementKind> {};
+
+TEST_P(GpuElementTest, GivesTheCpusBitsAtEveryLengthAndAlignment) {
+  for (const std::size_t numel : {0u, 1u, 31u, 256u, 1023u, 1024u, 1025u, 4099u, 100'003u}) {
+    for (const std::size_t skew : {0u, 1u}) {
+      ElementHeld held(GetParam(), numel, skew, 7);
+      ElementHeld expected = held;
+      for (std::int64_t step = 1; step <= 3; ++step) {
+        update_on_gpu(held, step);
+        expected.update_on_cpu(step);
+        ASSERT_EQ(held.difference(expected), "") << numel << " elements, step " << step;
+      }
+    }
+  }
+}
+
+TEST_P(GpuElementTest, GivesTheCpusBitsForSpecialValues) {
+  ElementHeld held = testing::special_elements(GetParam());
+  ElementHeld expected = held;
+  for (std::int64_t step = 1; step <= 2; ++step) {
+    update_on_gpu(held, step);
+    expected.update_on_cpu(step);
+    ASSERT_EQ(held.difference(expected), "") << "step " << step;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, GpuElementTest, ::testing::ValuesIn(testing::element_kinds()),
+                         testing::element_kind_name);
 
 class GpuKernelTest : public GpuTest {};
 

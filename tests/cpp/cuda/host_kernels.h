@@ -3,32 +3,43 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
+#include <iterator>
 #include <span>
-#include <vector>
+#include <string_view>
 
-#include "cuda/adam_batch.h"
 #include "cuda/adam_body.h"
+#include "cuda/element_body.h"
 #include "cuda/norm_body.h"
+#include "cuda/segment_batch.h"
+#include "optim/adam_rule.h"
 #include "optim/dispatch.h"
+#include "optim/element_check.h"
+#include "optim/lion_element.h"
+#include "optim/lion_rule.h"
+#include "optim/sgd_element.h"
+#include "optim/sgd_rule.h"
 
 namespace castor::testing {
 
 // The kernels' grids, walked by one thread of the host in the bodies that the GPU runs. Flushing
 // subnormals stands for nvcc's -ftz=true, -ffp-contract=off for its -fmad=false.
 
+using AdamBatch = cuda::SegmentBatch<AdamSegment>;
+
 template <typename Body>
-void update_elements_on_host(const cuda::AdamBatch& batch) {
+void update_elements_on_host(const cuda::SegmentBatch<typename Body::Segment>& batch) {
   for (std::uint32_t block = 0; block < batch.num_tiles; ++block) {
-    const auto tile = batch.tile(block, cuda::kAdamTile);
-    const AdamSegment& segment = batch.segments[tile.segment];
-    const std::size_t end = std::min(tile.begin + cuda::kAdamTile, segment.numel);
+    const auto tile = batch.tile(block, cuda::kTileElements);
+    const typename Body::Segment& segment = batch.segments[tile.segment];
+    const std::size_t end = std::min(tile.begin + cuda::kTileElements, segment.numel);
     for (std::size_t i = tile.begin; i < end; ++i)
       Body::store(segment, i, Body::load(segment, i));
   }
 }
 
 template <WeightDecayMode mode>
-void update_blocks_on_host(const cuda::AdamBatch& batch) {
+void update_blocks_on_host(const AdamBatch& batch) {
   using Body = cuda::BlockBody<mode>;
   for (std::uint32_t block = 0; block < batch.num_tiles; ++block) {
     const auto tile = batch.tile(block, kMomentBlock);
@@ -50,7 +61,7 @@ void update_blocks_on_host(const cuda::AdamBatch& batch) {
 }
 
 template <WeightDecayMode mode>
-void run_batch(const cuda::AdamBatch& batch) {
+void run_batch(const AdamBatch& batch) {
   using cuda::Fp32Body;
   using cuda::SplitBody;
   const AdamSegment& first = batch.segments[0];
@@ -77,13 +88,53 @@ void run_batch(const cuda::AdamBatch& batch) {
 inline void adam_kernels_on_host(std::span<const AdamSegment> alike) {
   const detail::ScopedFlushToZero flush;
   const bool blocks = !alike.empty() && alike[0].format == StateFormat::kSplitInt8;
-  for (const auto& batch : cuda::make_batches(alike, blocks ? kMomentBlock : cuda::kAdamTile)) {
+  const std::size_t tile_elements = blocks ? kMomentBlock : cuda::kTileElements;
+  for (const AdamBatch& batch : cuda::make_batches(alike, tile_elements)) {
     if (batch.segments[0].coefficients.l2_factor != 0.0f) {
       run_batch<WeightDecayMode::kL2>(batch);
     } else {
       run_batch<WeightDecayMode::kDecoupled>(batch);
     }
   }
+}
+
+/// The kernels of a rule whose coefficients are an `Element`.
+template <typename Element>
+void element_kernels_on_host(bool split, std::span<const UpdateSegment> segments) {
+  const detail::ScopedFlushToZero flush;
+  cuda::for_each_element_batch<Element>(split, segments, []<typename Body>(const auto& batch) {
+    update_elements_on_host<Body>(batch);
+  });
+}
+
+/// cuda::element_update().
+template <typename Element>
+void element_update_on_host(const UpdateRule& rule, std::span<const UpdateSegment> segments) {
+  detail::check_segments(rule, segments);
+  element_kernels_on_host<Element>(rule.splits_masters(), segments);
+}
+
+struct KernelsOnHost {
+  std::string_view rule;
+  void (*update)(const UpdateRule&, std::span<const UpdateSegment>);
+};
+
+/// As in update_kernels.cc.
+inline constexpr KernelsOnHost kKernelsOnHost[] = {
+    {AdamRule::kName,
+     [](const UpdateRule& rule, std::span<const UpdateSegment> segments) {
+       for (const AdamSegment& segment : adam_segments(segments, rule.format()))
+         adam_kernels_on_host(std::span(&segment, 1));
+     }},
+    {LionRule::kName, &element_update_on_host<LionElement>},
+    {SgdRule<Momentum::kNone>::kName, &element_update_on_host<SgdElement<false>>},
+    {SgdRule<Momentum::kBuffer>::kName, &element_update_on_host<SgdElement<true>>},
+};
+
+/// The kernels of the rule of that name; nullptr: there are none.
+[[nodiscard]] inline const KernelsOnHost* kernels_on_host(std::string_view rule) noexcept {
+  const auto* const found = std::ranges::find(kKernelsOnHost, rule, &KernelsOnHost::rule);
+  return found == std::end(kKernelsOnHost) ? nullptr : found;
 }
 
 template <ScalarType type>
