@@ -177,6 +177,20 @@ def test_both_measure_one_norm(simulated: Simulation) -> None:
     assert simulated.counts()["norm_numel"] == simulated.counts()["update_numel"]
 
 
+@pytest.mark.parametrize("simulated", ["gpu, seed 1"], indirect=True)
+@pytest.mark.parametrize(("depth", "launches"), [(6, 2), (70, 2), (71, 4)])
+def test_two_launches_measure_143_gradients(
+    simulated: Simulation, depth: int, launches: int
+) -> None:
+    """A layer of the tower, and its head, have two parameters each."""
+    settings: dict[str, Any] = {"placement_policy": "cuda", "max_norm": 1.0}
+    reference = boost(tower(depth=depth), **settings)
+    boosted = simulated.boost(tower(depth=depth), **settings)
+    assert go_on(boosted, steps=3) == go_on(reference, steps=3)
+    assert_equal(simulated.state(boosted), simulated.state(reference))
+    assert simulated.counts()["norm_launches"] == 3 * launches
+
+
 # --- memory -------------------------------------------------------------------------------------
 
 

@@ -140,26 +140,11 @@ void SimulatedDevice::update(const UpdateRule& rule, std::span<const UpdateSegme
 
 void SimulatedDevice::square_norms(std::span<const NormSegment> segments, std::span<double> sums,
                                    StreamId /*stream*/) {
-  for (std::size_t i = 0; i < segments.size(); ++i) {
-    const NormSegment& segment = segments[i];
+  for (const NormSegment& segment : segments) {
     check(segment.data, segment.numel * size_of(segment.type), "a gradient");
     counts_.norm_numel.fetch_add(segment.numel);
-    switch (segment.type) {
-      case ScalarType::kFloat32:
-        sums[i] = norm_kernels_on_host<ScalarType::kFloat32>(
-            static_cast<const float*>(segment.data), segment.numel);
-        break;
-      case ScalarType::kBFloat16:
-        sums[i] = norm_kernels_on_host<ScalarType::kBFloat16>(
-            static_cast<const std::uint16_t*>(segment.data), segment.numel);
-        break;
-      case ScalarType::kFloat16:
-        sums[i] = norm_kernels_on_host<ScalarType::kFloat16>(
-            static_cast<const std::uint16_t*>(segment.data), segment.numel);
-        break;
-      case ScalarType::kUInt8: throw_no_arithmetic(segment.type);
-    }
   }
+  square_norms_on_host(segments, sums);
 }
 
 std::unique_ptr<ComputeFence> SimulatedDevice::fence(StreamId /*stream*/) {

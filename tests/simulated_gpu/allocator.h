@@ -58,6 +58,7 @@ struct Counts {
   std::atomic<std::size_t> update_numel{0};
   std::atomic<std::size_t> update_calls{0};
   std::atomic<std::size_t> norm_numel{0};
+  std::atomic<std::size_t> norm_launches{0};
   std::atomic<std::size_t> copies_in{0};
   std::atomic<std::size_t> copies_out{0};
   std::atomic<std::size_t> host_waits{0};   ///< calls in which the host waits for a stream

@@ -29,21 +29,6 @@ void check_address(const void* data, std::size_t bytes, const char* what) {
   }
 }
 
-double square_norm(const NormSegment& segment) {
-  switch (segment.type) {
-    case ScalarType::kFloat32:
-      return testing::norm_kernels_on_host<ScalarType::kFloat32>(
-          static_cast<const float*>(segment.data), segment.numel);
-    case ScalarType::kBFloat16:
-      return testing::norm_kernels_on_host<ScalarType::kBFloat16>(
-          static_cast<const std::uint16_t*>(segment.data), segment.numel);
-    case ScalarType::kFloat16: break;
-    case ScalarType::kUInt8: throw_no_arithmetic(segment.type);
-  }
-  return testing::norm_kernels_on_host<ScalarType::kFloat16>(
-      static_cast<const std::uint16_t*>(segment.data), segment.numel);
-}
-
 }  // namespace
 
 void adam_update(std::span<const AdamSegment> segments, cudaStream_t stream) {
@@ -90,16 +75,27 @@ template void element_update<SgdElement<true>>(const UpdateRule&, std::span<cons
                                                cudaStream_t);
 
 std::size_t norm_workspace_doubles(std::span<const NormSegment> segments) noexcept {
-  return segments.size();
+  return workspace_of(segments);
 }
 
-void square_norms(std::span<const NormSegment> segments, double* sums, double* /*workspace*/,
+void square_norms(std::span<const NormSegment> segments, double* sums, double* workspace,
                   cudaStream_t stream) {
-  for (std::size_t i = 0; i < segments.size(); ++i) {
-    check_address(segments[i].data, segments[i].numel, "a tensor");
-    simulated::counts().norm_numel += segments[i].numel;
+  check_segments(segments);
+  for (const NormSegment& segment : segments) {
+    check_address(segment.data, segment.numel, "a tensor");
+    simulated::counts().norm_numel += segment.numel;
+  }
+  check_address(sums, segments.size(), "sums");
+  check_address(workspace, workspace_of(segments), "workspace");
+  const auto is_empty = [](const NormSegment& segment) { return segment.numel == 0; };
+  if (std::ranges::any_of(segments, is_empty))
+    queue(stream)->enqueue([sums, count = segments.size()] { std::fill_n(sums, count, 0.0); });
+  for (const NormBatch& batch : norm_batches(segments)) {
+    simulated::counts().norm_launches += 2;
+    queue(stream)->enqueue([batch, workspace] { testing::add_lanes_on_host(batch, workspace); });
     queue(stream)->enqueue(
-        [segment = segments[i], sum = sums + i] { *sum = square_norm(segment); });
+        [batch, workspace, sums] { testing::add_blocks_on_host(batch, workspace, sums); });
+    workspace += workspace_of(batch);
   }
 }
 

@@ -31,6 +31,7 @@ py::dict count_figures() {
   figures["update_numel"] = counts().update_numel.load();
   figures["update_calls"] = counts().update_calls.load();
   figures["norm_numel"] = counts().norm_numel.load();
+  figures["norm_launches"] = counts().norm_launches.load();
   figures["copies_in"] = counts().copies_in.load();
   figures["copies_out"] = counts().copies_out.load();
   figures["fences"] = counts().fences.load();

@@ -5,9 +5,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
+#include <optional>
 #include <span>
 #include <string_view>
+#include <vector>
 
+#include "core/error.h"
 #include "cuda/adam_body.h"
 #include "cuda/element_body.h"
 #include "cuda/norm_body.h"
@@ -137,24 +140,102 @@ inline constexpr KernelsOnHost kKernelsOnHost[] = {
   return found == std::end(kKernelsOnHost) ? nullptr : found;
 }
 
-template <ScalarType type>
-double norm_kernels_on_host(const typename ScalarCodec<type>::Storage* data, std::size_t numel) {
+/// The first stage of the norm kernels.
+inline void add_lanes_on_host(const cuda::NormBatch& batch, double* sums) {
   const detail::ScopedFlushToZero flush;
-  double total = 0.0;
-  for (std::size_t begin = 0; begin < numel; begin += kNormBlock) {
-    const std::size_t count = std::min(kNormBlock, numel - begin);
-    std::array<double, kNormLanes> lanes;
-    for (std::size_t lane = 0; lane < kNormLanes; ++lane)
-      lanes[lane] = cuda::LaneSquares<type>::sum(data + begin, count, lane);
-    // As __shfl_down_sync does: every lane reads before any adds; behind the end it reads itself.
-    for (std::size_t width = kNormLanes / 2; width > 0; width /= 2) {
-      const auto before = lanes;
-      for (std::size_t lane = 0; lane < kNormLanes; ++lane)
-        lanes[lane] += before[lane + width < kNormLanes ? lane + width : lane];
+  for (std::uint32_t tile = 0; tile < batch.num_tiles; ++tile) {
+    const auto [segment, begin] = batch.tile(tile, cuda::kNormTile);
+    for (std::size_t block = 0; block < cuda::kNormBlocksOfTile; ++block) {
+      std::array<double, kNormLanes> lanes;
+      for (std::size_t lane = 0; lane < kNormLanes; ++lane) {
+        lanes[lane] = cuda::lane_squares(batch.segments[segment], begin + block * kNormBlock, lane);
+      }
+      // As __shfl_down_sync does: every lane reads before any adds; behind the end it reads itself.
+      for (std::size_t width = kNormLanes / 2; width > 0; width /= 2) {
+        const auto before = lanes;
+        for (std::size_t lane = 0; lane < kNormLanes; ++lane)
+          lanes[lane] += before[lane + width < kNormLanes ? lane + width : lane];
+      }
+      sums[tile * cuda::kNormBlocksOfTile + block] = lanes[0];
     }
-    total += lanes[0];
   }
-  return total;
+}
+
+/// Replaces each entry by the composition of those up to it, as a scan of warps does it.
+inline void scan_on_host(std::span<cuda::Additions> entries) {
+  for (std::size_t width = 1; width < entries.size(); width *= 2) {
+    for (std::size_t i = entries.size(); i-- > width;)
+      entries[i] = cuda::then(entries[i - width], entries[i]);
+  }
+}
+
+/// One round of the second stage.
+inline cuda::RunningTotal ordered_round_on_host(std::span<const double> sums,
+                                                const cuda::RunningTotal& running) {
+  constexpr std::size_t kWarp = 32;
+  const cuda::Units total = cuda::units_of(running.total);
+  std::vector<cuda::OrderedPart> parts;
+  std::vector<cuda::Additions> scanned;
+  for (unsigned thread = 0; thread < cuda::kOrderedThreads; ++thread) {
+    parts.push_back(cuda::OrderedPart::load(sums.data(), sums.size(), running.begin, thread));
+    scanned.push_back(parts.back().additions(total.exponent));
+  }
+  std::vector<cuda::Additions> of_warp;
+  for (std::size_t begin = 0; begin < scanned.size(); begin += kWarp) {
+    scan_on_host(std::span(scanned).subspan(begin, kWarp));
+    of_warp.push_back(scanned[begin + kWarp - 1]);
+  }
+  scan_on_host(of_warp);
+  std::optional<cuda::RunningTotal> result;
+  for (std::size_t thread = 0; thread < parts.size(); ++thread) {
+    cuda::Additions before{0, 0};
+    if (thread % kWarp > 0)
+      before = scanned[thread - 1];
+    if (thread >= kWarp)
+      before = cuda::then(of_warp[thread / kWarp - 1], before);
+    cuda::RunningTotal now{};
+    if (parts[thread].ends_round(total, before, thread + 1 == parts.size(), now)) {
+      if (result)
+        throw Error("two threads end a round");
+      result = now;
+    }
+  }
+  return result.value();
+}
+
+/// What a thread block of the second stage does; counts its rounds.
+inline double ordered_sum_on_host(std::span<const double> sums, std::size_t* num_rounds = nullptr) {
+  cuda::RunningTotal running{0.0, std::min(sums.size(), cuda::kAddedSingly)};
+  for (std::size_t i = 0; i < running.begin; ++i)
+    running.total += sums[i];
+  while (running.begin < sums.size() && cuda::has_units(running.total)) {
+    running = ordered_round_on_host(sums, running);
+    if (num_rounds != nullptr)
+      ++*num_rounds;
+  }
+  for (std::size_t i = running.begin; i < sums.size(); ++i)
+    running.total += sums[i];
+  return running.total;
+}
+
+/// The second stage of the norm kernels.
+inline void add_blocks_on_host(const cuda::NormBatch& batch, const double* sums, double* totals) {
+  for (std::uint32_t i = 0; i < batch.num_segments; ++i) {
+    const cuda::NumberedSegment& segment = batch.segments[i];
+    totals[segment.index] = ordered_sum_on_host(
+        {sums + batch.first_tile[i] * cuda::kNormBlocksOfTile, segment.num_blocks()});
+  }
+}
+
+/// cuda::square_norms().
+inline void square_norms_on_host(std::span<const NormSegment> segments, std::span<double> sums) {
+  cuda::check_segments(segments);
+  std::ranges::fill(sums, 0.0);
+  for (const cuda::NormBatch& batch : cuda::norm_batches(segments)) {
+    std::vector<double> workspace(cuda::workspace_of(batch));
+    add_lanes_on_host(batch, workspace.data());
+    add_blocks_on_host(batch, workspace.data(), sums.data());
+  }
 }
 
 }  // namespace castor::testing

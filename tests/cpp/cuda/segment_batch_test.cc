@@ -21,7 +21,7 @@ TEST(SegmentBatchTest, CoversEveryElementOfEverySegmentOnce) {
   for (const std::size_t numel : {5u, 0u, 256u, 257u, 0u, 1u, 5000u})
     segments.push_back({.numel = numel});
   for (std::size_t i = 0; i < 2 * Batch::kCapacity; ++i)
-    segments.push_back({.numel = 3 + 100 * i});
+    segments.push_back({.numel = 3 + 20 * i});
   for (std::size_t i = 0; i < segments.size(); ++i)
     segments[i].index = i;  // tells them apart
   std::vector<std::vector<int>> visits(segments.size());
