@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, RMSprop
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import castor
 import rank_cases
@@ -286,6 +287,40 @@ def test_on_a_simulated_gpu(simulated: Any, name: str) -> None:
         assert_same_weights(mine.model, copies(expected.model.parameters()))
         for entry in mine.optimizer.state.values():
             assert {v.device.type for v in entry.values() if torch.is_tensor(v)} == {"cpu"}
+
+
+class Leaving(TorchDispatchMode):
+    """Counts the elements of matrices that operators copy from a device to the host."""
+
+    numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> torch.Tensor:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and found.device.type == "cpu":
+            given = args[0]
+            self.numel += given.numel() if given.ndim == 2 and given.device != found.device else 0
+        return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer does not hold")
+@pytest.mark.parametrize("simulated", ["gpu, seed 1"], indirect=True)
+@pytest.mark.parametrize(("precision", "leave"), [("fp32", 1), ("bf16", 2)])
+def test_muon_steps_resident_matrices_on_the_device(
+    simulated: Any, precision: str, leave: int
+) -> None:
+    """Only its momentum goes to the host, and in 16 bits the master."""
+    model = of_type(precision)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    settings: dict[str, Any] = {"precision": precision, "placement_policy": "cuda"}
+    mine = simulated.boost(model, optimizer=Muon(matrices, lr=LR), **settings)
+    for i in range(3):
+        mine.booster.backward(tower_loss(mine.model, i), mine.optimizer)
+        with Leaving() as leaving:
+            mine.optimizer.step()
+        mine.optimizer.zero_grad()
+        assert leaving.numel == leave * sum(p.numel() for p in matrices)
 
 
 def test_ranks_save_and_go_on_as_one_process(tmp_path: Path) -> None:

@@ -274,18 +274,22 @@ class OwnStep:
 
     def _copy_of(self, param: torch.Tensor, scale: float) -> nn.Parameter:
         device = param.device if self._on_device else _HOST
-        copy = nn.Parameter(self._master_of(param).to(device), requires_grad=param.requires_grad)
+        copy = nn.Parameter(self._master_of(param, device), requires_grad=param.requires_grad)
         if param.grad is not None:
             copy.grad = param.grad.to(device, torch.float32, copy=True).mul_(scale)
         return copy
 
-    def _master_of(self, param: torch.Tensor) -> torch.Tensor:
-        """Returns the float32 values to update: the master where it rounds to the parameter."""
-        now = param.detach().to("cpu", copy=True)
+    def _master_of(self, param: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns the float32 values to update: the master where it rounds to the parameter.
+
+        A parameter that is on `device` does not go through host memory.
+        """
+        now = param.detach().to(device, copy=True)
         entry = self._held().state.get(param, {})
         master: torch.Tensor | None = entry.get(MASTER, self._masters.get(param))
         if master is None or param.dtype == torch.float32:
             return now.float()
+        master = master.to(device)
         # Values written since the last step become their own masters, as in chunks (0012).
         return torch.where(master.to(now.dtype) == now, master, now.float())
 
