@@ -16,6 +16,7 @@ from torch import nn
 import castor
 from accelerator import ACCELERATORS, ON_A_REAL_ONE, Accelerator
 from castor import GeminiPlugin, _loader
+from fused_optimizers import MAKERS
 from helpers import (
     FORMATS,
     FP32_TOLERANCE,
@@ -225,6 +226,27 @@ def test_bits_depend_on_neither_place_nor_overlap(
         boosted = on_gpu(tower(), **settings, **way)
         assert go_on(boosted) == expected, way
         assert_equal(exact_state(boosted), state)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["plain", "nesterov", "lion"])
+def test_bits_of_sgd_and_lion_depend_on_neither_place_nor_overlap(
+    gpu: Accelerator, name: str, precision: str
+) -> None:
+    def run(**settings: Any) -> tuple[list[float], list[torch.Tensor], int]:
+        model = tower()
+        optimizer = MAKERS[name](model.parameters())
+        boosted = on_gpu(model, optimizer=optimizer, precision=precision, **settings)
+        losses = go_on(boosted)
+        return losses, exact_state(boosted), boosted.report().resident_chunks
+
+    losses, state, resident = run(**STAY)
+    assert resident == 0
+    for way in ({}, {"overlap": "forward"}, {**STAY, "overlap": "forward"}, BACKWARD):
+        same_losses, same_state, resident = run(**way)
+        assert same_losses == losses, way
+        assert_equal(same_state, state)
+        assert (resident > 0) == (STAY.keys().isdisjoint(way)), way
 
 
 def test_accumulation_and_clipping_see_every_gradient(gpu: Accelerator) -> None:
