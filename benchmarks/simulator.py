@@ -135,6 +135,7 @@ class Predictor:
                 "device_bytes": device_bytes,
                 "host_bytes": 2**62,
                 "nvme_bytes_per_second": 0.0,
+                "ranks_sharing": 1,
                 "h2d_bytes_per_second": float(link or self.hardware["copy"]),
                 "d2h_bytes_per_second": float(link or self.hardware["copy"]),
                 "dram_bytes_per_second": self.hardware["adam"],

@@ -28,6 +28,7 @@
 #include "python/names.h"
 #include "python/state_tensors.h"
 #include "store/device_updates.h"
+#include "store/rank_host_bytes.h"
 #include "store/storage_plan.h"
 #include "torch/optimizer_state.h"
 #include "torch/step_recorder.h"
@@ -180,10 +181,20 @@ class Simulator {
   [[nodiscard]] StoragePlan storage_plan(const std::vector<Placement>& placements,
                                          const py::dict& options) const {
     const bool has_nvme = options["nvme_bytes_per_second"].cast<double>() > 0.0;
-    return plan_storage(
+    const auto sharing = options["ranks_sharing"].cast<std::size_t>();
+    const auto host_bytes = options["host_bytes"].cast<std::size_t>();
+    RankHostBytes of_ranks;
+    if (layout_.world_size() > 1) {
+      of_ranks = rank_host_bytes(layout_, placements, layout_.world_size(), sharing);
+    }
+    const std::size_t shared = of_ranks.weights_share + of_ranks.gradients_share;
+    StoragePlan plan = plan_storage(
         layout_, placements,
         {.rule = rule_, .nvme = has_nvme ? std::optional(NvmeOptions{}) : std::nullopt},
-        options["host_bytes"].cast<std::size_t>());
+        host_bytes - std::min(host_bytes, shared + of_ranks.room_for_copies),
+        sharing > 1 ? HostStoragePayer::kRankHostStorage : HostStoragePayer::kHostBudget);
+    plan.host_bytes += shared + of_ranks.window;
+    return plan;
   }
 
   static void report(const StoragePlan& places, py::dict& result) {

@@ -23,8 +23,8 @@ std::uint32_t tag_of_mean(std::size_t number) { return tag_of_sums(number) + 1; 
 
 }  // namespace
 
-std::size_t GradientRelay::window_bytes(std::size_t piece, Collectives& ranks) {
-  return piece + piece / ranks.node()->size() * kSums * kMostGrowth;
+std::size_t GradientRelay::window_bytes(std::size_t piece, std::size_t ranks_of_machine) {
+  return piece + piece / ranks_of_machine * kSums * kMostGrowth;
 }
 
 GradientRelay::GradientRelay(Collectives& ranks, std::span<const std::byte> gradients,

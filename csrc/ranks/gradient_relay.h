@@ -34,8 +34,9 @@ class GradientRelay {
                 ScalarType type, Executor& executor, std::span<std::byte> window,
                 RankFigures& figures);
 
-  /// Returns the bytes of the window for pieces of `piece` bytes.
-  [[nodiscard]] static std::size_t window_bytes(std::size_t piece, Collectives& ranks);
+  /// Returns the bytes of the window for pieces of `piece` bytes, with so many ranks on each
+  /// machine.
+  [[nodiscard]] static std::size_t window_bytes(std::size_t piece, std::size_t ranks_of_machine);
 
   /// Runs the reduction. When it returns, every rank of this machine has sent its gradients, and
   /// the mean of this rank's shards is in common memory. The mean is complete when the other ranks

@@ -19,13 +19,13 @@ constexpr std::size_t kWindowBytes = std::size_t{8} << 20;
 
 // Parts of it are whole elements, and begin where a cache line does. What goes from machine to
 // machine needs room beside it, and smaller pieces, of which several are on their way.
-std::size_t RankReduction::window_bytes(std::size_t largest, Collectives& ranks,
-                                        const SharedHostStorage* shared_storage) {
-  const bool relayed = shared_storage != nullptr && ranks.messages() != nullptr;
+std::size_t RankReduction::window_bytes(std::size_t largest, std::size_t ranks,
+                                        std::size_t sharing) {
+  const bool relayed = sharing > 1 && sharing < ranks;
   const std::size_t most = relayed ? kWindowBytes / 2 : kWindowBytes;
   const std::size_t piece =
-      align_up(std::clamp<std::size_t>(largest, 1, most), ranks.size() * kParamAlignment);
-  return relayed ? GradientRelay::window_bytes(piece, ranks) : piece;
+      align_up(std::clamp<std::size_t>(largest, 1, most), ranks * kParamAlignment);
+  return relayed ? GradientRelay::window_bytes(piece, sharing) : piece;
 }
 
 void RankReduction::reduce(Payload& gradients, ScalarType type) {

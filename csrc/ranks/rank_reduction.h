@@ -43,10 +43,10 @@ class RankReduction {
         figures_(figures),
         staging_(std::move(staging)) {}
 
-  /// Returns the bytes of the window for gradients of at most `largest` bytes at once, of these
-  /// ranks; `shared_storage` as in the constructor.
-  [[nodiscard]] static std::size_t window_bytes(std::size_t largest, Collectives& ranks,
-                                                const SharedHostStorage* shared_storage);
+  /// Returns the bytes of the window for gradients of at most `largest` bytes at once, of so many
+  /// ranks, of which `sharing` on each machine share host storage; 1: none do.
+  [[nodiscard]] static std::size_t window_bytes(std::size_t largest, std::size_t ranks,
+                                                std::size_t sharing);
 
   /// Averages `gradients`, and drops their own copy (Payload::take_copy). Throws OutOfMemory where
   /// they are on a device and their host storage is shared: they pass through such a copy.

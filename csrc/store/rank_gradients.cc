@@ -38,8 +38,9 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
       executor_(executor),
       host_(host),
       reduction_(*ranks_, shared_storage_, executor,
-                 host.allocate(RankReduction::window_bytes(largest_gradients(layout), *ranks_,
-                                                           shared_storage_),
+                 host.allocate(RankReduction::window_bytes(
+                                   largest_gradients(layout), ranks_->size(),
+                                   shared_storage_ == nullptr ? 1 : ranks_->node()->size()),
                                "gradients pass through it from rank to rank; raise host_memory"),
                  figures_, std::move(places.staging)),
       handed_(layout.chunks().size(), false),

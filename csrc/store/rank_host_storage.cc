@@ -5,9 +5,8 @@
 #include <utility>
 
 #include "host/slot_arena.h"
-#include "ranks/rank_reduction.h"
 #include "ranks/shared_file.h"
-#include "store/sharded_host_storage.h"
+#include "store/rank_host_bytes.h"
 
 namespace castor {
 namespace {
@@ -41,19 +40,11 @@ RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Plac
   if (locked) {
     lock_pages = [&](std::span<std::byte> pages) { return options.backend->lock_pages(pages); };
   }
-  std::size_t weights = 0;
-  std::size_t gradients = 0;
-  std::size_t largest = 0;  // of a chunk's gradients
+  const RankHostBytes bytes =
+      rank_host_bytes(layout, placements, options.ranks->passes->size(), sharing);
   std::string places;
-  for (std::size_t i = 0; i < placements.size(); ++i) {
-    const ChunkSpec& chunk = layout.chunks()[i];
-    if (placements[i] != Placement::kDevice && chunk.updated_in_shards()) {
-      weights += SharedHostStorage::size_of(chunk.used_bytes);
-      const std::size_t own = chunk.trainable ? SharedHostStorage::size_of(chunk.used_bytes) : 0;
-      gradients += own;
-      largest = std::max(largest, own);
-    }
-    places += std::to_string(weights) + ' ';
+  for (const std::size_t until : bytes.weights_until) {
+    places += std::to_string(until) + ' ';
   }
   const std::size_t own = std::hash<std::string>()(places);
   for (const std::size_t other : gather(*options.ranks->passes, own)) {
@@ -61,32 +52,30 @@ RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Plac
       refusal_ = "the ranks place chunks differently";
     }
   }
-  const auto share = [&](Kind& kind, std::size_t bytes, const std::string& what) {
-    if (bytes == 0 || !refusal_.empty()) {
+  const auto share = [&](Kind& kind, std::size_t all, std::size_t own_share,
+                         const std::string& what) {
+    if (all == 0 || !refusal_.empty()) {
       return;
     }
-    NodeHostStorage shared = share_host_storage(*options.ranks->passes, sharing, bytes, lock_pages);
+    NodeHostStorage shared = share_host_storage(*options.ranks->passes, sharing, all, lock_pages);
     refusal_ = std::move(shared.refusal);
     if (locked && !refusal_.empty()) {
       refusal_ = "each rank has its own, page-locked, as " + refusal_;
     }
     if (shared.storage) {
       kind.storage = std::move(shared.storage);
-      kind.share = host->ledger().reserve((bytes + sharing - 1) / sharing,
-                                          "this rank's share of the " + what +
-                                              " has no room there; raise host_memory, or train a "
-                                              "smaller model");
-      kind.tier = std::make_shared<MemoryTier>(TierKind::kHost, bytes, kind.storage->make_arena());
+      kind.share = host->ledger().reserve(own_share, "this rank's share of the " + what +
+                                                         " has no room there; raise host_memory, "
+                                                         "or train a smaller model");
+      kind.tier = std::make_shared<MemoryTier>(TierKind::kHost, all, kind.storage->make_arena());
     }
   };
-  share(weights_, weights, "parameters");
-  share(gradients_, gradients, "gradients");
+  share(weights_, bytes.weights, bytes.weights_share, "parameters");
+  share(gradients_, bytes.gradients, bytes.gradients_share, "gradients");
   if (!refusal_.empty()) {
     weights_ = {};
   } else if (gradients_.storage) {
-    room_for_copies_ =
-        ShardedHostStorage::kGradientCopies * largest +
-        RankReduction::window_bytes(largest, *options.ranks->passes, gradients_.storage.get());
+    room_for_copies_ = bytes.room_for_copies;
   }
   if (locked && weights_.storage) {
     copies_ = std::make_shared<OwnCopies>(

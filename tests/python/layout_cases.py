@@ -16,6 +16,7 @@ import castor
 from castor.config.layout_plan import read_plan
 from castor.runtime.engine import engine_of
 from helpers import GIB
+from simulated import compute_as_asked
 from tensor_cases import LR, MAX_NORM, write, write_own
 
 PLACES = ("host_bytes", "nvme_bytes", "nvme_weight_bytes")
@@ -83,6 +84,16 @@ def train_by_plan(directory: Path) -> None:
     write(directory, "train_by_plan", found)
 
 
+def places_by_plan(directory: Path) -> None:
+    """Where each rank has its bytes by each plan, before a step."""
+    found = {}
+    for file in sorted(directory.glob("*/plan.json")):
+        planned = boosted_by(file)
+        report = planned.booster.report(planned.model)
+        found[file.parent.name] = {name: getattr(report, name) for name in PLACES}
+    write_own(directory, "places_by_plan", found)
+
+
 def remember_by_plan(directory: Path) -> None:
     """As train_by_plan; where each rank has its bytes, and what it moves on NVMe in a step."""
     found = {}
@@ -145,6 +156,7 @@ def exchange_by_plan(directory: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    compute_as_asked()
     castor.launch_from_torch()
     globals()[sys.argv[1]](Path(sys.argv[2]))
     distributed.barrier()

@@ -19,10 +19,14 @@ import gpu_rank_cases
 import low_level_zero_cases
 import rank_cases
 import simulated_gpu
+from castor.estimate import machine as machine_figures
+from castor.estimate import simulator
 from castor.plugins import machine
+from castor.runtime.spec import ModelSpec
 from gpu_rank_cases import EXACT, ON_FOUR, SOME_CLOSE, SOME_EXACT
 from grids import some
 from rank_processes import run, succeeded
+from zoo import tower
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +163,10 @@ def test_ranks_have_whole_chunks_on_the_device_where_there_is_room(
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_machine_has_host_storage_once(size: int, simgpu: str, tmp_path: Path) -> None:
-    """2 + 2 bytes a parameter for all ranks, 10 of states in shards, and a window a rank."""
+    """2 + 2 bytes a parameter for all ranks, 10 of states in shards, and a window a rank.
+
+    To the byte what castor estimate and castor plan count.
+    """
     del simgpu
     outputs = succeeded(run(gpu_rank_cases.host_bytes, size, tmp_path))
     figures = [[int(figure) for figure in output.splitlines()[0].split()] for output in outputs]
@@ -169,6 +176,15 @@ def test_a_machine_has_host_storage_once(size: int, simgpu: str, tmp_path: Path)
     window = 8 << 10
     total = sum(on_host for on_host, *_ in figures)
     assert 14 * elements <= total <= 14 * elements + 2 * padding + size * (window + padding)
+    planned = simulator.lay_out(
+        ModelSpec.of(tower().to(torch.bfloat16)),
+        "bf16",
+        "split",
+        "adam",
+        num_ranks=size,
+        chunk_bytes=8 << 10,
+    ).places(simulator.places(machine_figures("h100"), ranks_sharing=size))
+    assert {on_host for on_host, *_ in figures} == {planned["host_bytes"]}
     for output in outputs:
         assert output.splitlines()[1] == "memory that the ranks of this machine share"
 

@@ -613,6 +613,25 @@ def test_machines_exchange_sums_means_and_parts(config: Path) -> None:
     assert one.host_bytes < two.host_bytes < four.host_bytes
 
 
+def test_gpus_of_one_machine_have_weights_and_gradients_once(config: Path) -> None:
+    """Those of several have their own, and exchange all there is; states are in shards on both."""
+    found = search(config)
+    layout = Layout(dims=ParallelDims(dp=4), rows=2)
+    on = {"dram": "16GB/s", "network": "1GB/s", "network_latency_us": 0, "link_latency_us": 0}
+    alone = found.cost(Layout(rows=8), cluster(ranks_per_node=1))
+    one, two = (
+        found.cost(layout, cluster(nodes=nodes, ranks_per_node=4 // nodes, **on))
+        for nodes in (1, 2)
+    )
+    weights = alone.host_bytes / 4  # fp32, with gradients and two states
+    window, pages = 2**20, 2**18
+    assert 0 <= one.host_bytes - 4 * weights / 4 <= window + pages
+    assert 0 <= two.host_bytes - (2 + 2 / 4) * weights <= window + pages
+    each = 1e9  # of memory that four ranks write and read, each 2e9 bytes a second
+    assert one.busy["reduce"] == pytest.approx(3 / 4 * weights / (2 * each), rel=1e-3)
+    assert two.busy["reduce"] == pytest.approx(3 * 3 / 4 * weights / each, rel=1e-3)
+
+
 def test_bubbles_shrink_with_micro_batches(config: Path) -> None:
     found = search(config)
     few, many = (

@@ -119,13 +119,25 @@ def test_parameters_of_ranks_with_parts_of_their_own_go_there_too(
 
 
 def test_parameters_of_several_ranks_do_not(found: LayoutSearch) -> None:
-    """A session refuses that; what is lacking is what it takes without NVMe."""
-    whole = found.cost(COPIES, two_ranks())
-    on = with_host(0.3, whole, **NVME)
+    """A session refuses that where each rank has its own; what is lacking is all without NVMe."""
+    apart = {"nodes": 2, "ranks_per_node": 1, "network": "10GB/s"}
+    whole = found.cost(COPIES, two_ranks(**apart))
+    on = two_ranks(host_memory=int(0.3 * whole.host_bytes), **apart, **NVME)
     cost = found.cost(COPIES, on)
     assert not cost.fits(on.machine)
     assert cost.nvme_bytes == 0
     assert cost.lacking(on.machine) == whole.host_bytes - on.machine.host_bytes
+
+
+def test_parameters_that_ranks_share_do_not(found: LayoutSearch) -> None:
+    """All states may go there; what is lacking is the ranks' shares, and the windows."""
+    whole = found.cost(COPIES, two_ranks())
+    on = with_host(0.3, whole, **NVME)
+    cost = found.cost(COPIES, on)
+    assert not cost.fits(on.machine)
+    assert cost.nvme_weight_bytes == 0
+    assert cost.nvme_bytes == pytest.approx(whole.host_bytes / 2, rel=0.1)
+    assert cost.host_bytes < whole.host_bytes
 
 
 def test_nvme_may_be_too_small(found: LayoutSearch) -> None:
@@ -157,16 +169,14 @@ def test_updates_hold_up_first_forwards_once(found: LayoutSearch) -> None:
         assert cost.busy["nvme"] == pytest.approx(2 * cost.nvme_bytes / 20e6, rel=0.1)
 
 
-def test_ranks_of_a_host_that_keep_parameters_together_have_nothing_there(
-    found: LayoutSearch,
-) -> None:
+def test_ranks_that_compute_on_the_host_have_states_there(found: LayoutSearch) -> None:
     on_host = {"device": "cpu", "link": "5GB/s"}
-    for layout, fits in ((COPIES, False), (LAYERS, True)):
+    for layout in (COPIES, LAYERS):
         whole = found.cost(layout, two_ranks(**on_host))
         on = with_host(0.85, whole, **on_host, **NVME)
         cost = found.cost(layout, on)
-        assert cost.fits(on.machine) is fits
-        assert (cost.nvme_bytes > 0) is fits
+        assert cost.fits(on.machine)
+        assert cost.nvme_bytes > 0 == cost.nvme_weight_bytes
 
 
 # The search.
@@ -183,7 +193,7 @@ def test_the_search_finds_what_comparing_all_does(config: Path, overlap: Any) ->
     found = search(config, batch=2)
     found.workload = replace(found.workload, overlap=overlap)
     whole = found.cost(replace(LAYERS, rows=2), two_ranks())
-    on = with_host(0.6, whole, **NVME | {"nvme": "1GB/s"}, device_memory="2MiB")
+    on = with_host(0.6, whole, **NVME | {"nvme": "1GB/s"}, device_memory="1MiB")
     every = [found.cost(layout, on) for layout in found.layouts(on)]
     best: dict[Layout, float] = {}
     for cost in every:

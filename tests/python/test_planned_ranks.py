@@ -13,6 +13,7 @@ from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 
 import grids
 import layout_cases
+import simulated_gpu
 from castor.config.layout_plan import write_plan
 from castor.estimate.workload import Workload
 from castor.planner.cluster import Cluster
@@ -66,16 +67,21 @@ WORKLOAD = Workload(batch=4, sequence=16, precision="fp32", state_format="fp32")
 
 
 def plan(
-    folder: Path, model: PretrainedConfig, layout: Layout, workload: Workload = WORKLOAD
+    folder: Path,
+    model: PretrainedConfig,
+    layout: Layout,
+    workload: Workload = WORKLOAD,
+    *,
+    on: dict[str, Any] = CLUSTER,
 ) -> LayoutSearch:
     """Writes the model and its plan; gives what the plan comes from."""
     folder.mkdir(parents=True)
-    on = Cluster.of(CLUSTER | {"ranks_per_node": layout.dims.world_size}, "fp32")
+    cluster = Cluster.of({"ranks_per_node": layout.dims.world_size, **on}, "fp32")
     config = folder / "config.json"
     model.to_json_file(config, use_diff=False)
     search = LayoutSearch(config, workload)
-    assert layout in search.layouts(on)
-    write_plan(folder / "plan.json", plan_of(search.cost(layout, on), on, workload))
+    assert layout in search.layouts(cluster)
+    write_plan(folder / "plan.json", plan_of(search.cost(layout, cluster), cluster, workload))
     return search
 
 
@@ -138,16 +144,18 @@ SPILLED: dict[str, tuple[Layout, float]] = grids.some({
     "stages, parameters": (Layout(dims=ParallelDims(pp=2), microbatches=4), 0.45),
 }, "layers", "stages, parameters")  # fmt: skip
 """And what there is of the host's memory that a rank needs."""
+LARGER = LlamaConfig(
+    **SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8},
+    architectures=["LlamaForCausalLM"],
+)
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory, planned = tmp_path_factory.mktemp("nvme"), {}
-    sizes = SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}
-    model = LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
     for name, (layout, share) in SPILLED.items():
         folder = directory / name
-        search = plan(folder, model, layout)
+        search = plan(folder, LARGER, layout)
         two = CLUSTER | {"ranks_per_node": 2}
         whole = search.cost(layout, Cluster.of(two, "fp32"))
         two |= {"host_memory": 2 * int(share * whole.host_bytes), "nvme": "1GB/s"}
@@ -173,3 +181,33 @@ def test_ranks_have_on_nvme_what_is_planned(name: str, places: Any) -> None:
     if not weights:  # states are read and written once
         moved = max(rank["moved"] for rank in measured)
         assert moved == pytest.approx(2 * cost.nvme_bytes, rel=0.15)
+
+
+REPLICAS = Layout(dims=ParallelDims(dp=2), rows=2)
+GPUS: dict[str, Any] = {
+    "ranks_per_node": 2, "device_memory": "1GiB", "h2d": "20GB/s", "flops": "50T",
+    "device_bandwidth": "500GB/s", "host_memory": "4GiB", "dram": "20GB/s",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("on", ["cpu", "simgpu"])
+def test_replicas_have_in_memory_and_on_nvme_what_is_planned(
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One host copy of weights and gradients, states in shards, and a window; to the byte."""
+    cluster = CLUSTER | {"ranks_per_node": 2}
+    if on == "simgpu":
+        simulated_gpu.require()
+        monkeypatch.setenv("CASTOR_TEST_DEVICE", f"simgpu:{simulated_gpu.SEEDS[0]}")
+        cluster = GPUS
+    search = plan(tmp_path / "in memory", LARGER, REPLICAS, on=cluster)
+    planned = {"in memory": search.cost(REPLICAS, Cluster.of(cluster, "fp32"))}
+    folder = tmp_path / "on NVMe"
+    host_bytes = int(0.8 * planned["in memory"].host_bytes)
+    cluster |= {"host_memory": 2 * host_bytes, "nvme": "1GB/s", "nvme_path": str(folder)}
+    search = plan(folder, LARGER, REPLICAS, on=cluster)
+    planned["on NVMe"] = search.cost(REPLICAS, Cluster.of(cluster, "fp32"))
+    assert planned["on NVMe"].nvme_bytes > 0 == planned["in memory"].nvme_bytes
+    for rank in found_by_each(layout_cases.places_by_plan, 2, tmp_path):
+        for name, cost in planned.items():
+            assert rank[name] == {what: getattr(cost, what) for what in layout_cases.PLACES}, name

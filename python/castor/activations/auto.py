@@ -330,6 +330,7 @@ def _options(
         "device_bytes": int(config.device_bytes * config.steady_cuda_cap_ratio),
         "host_bytes": config.host_bytes,
         "nvme_bytes_per_second": 1e9 if config.nvme_paths else 0.0,
+        "ranks_sharing": 1,
         "h2d_bytes_per_second": float(link),
         "d2h_bytes_per_second": float(link),
         "dram_bytes_per_second": dram,

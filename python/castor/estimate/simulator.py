@@ -60,14 +60,21 @@ def seconds_of(event: TraceEvent, machine: Machine) -> float:
     )
 
 
-def places(machine: Machine) -> dict[str, Any]:
-    """Returns the figures of a machine that decide on the tier of each payload."""
+def places(machine: Machine, *, ranks_sharing: int = 1) -> dict[str, Any]:
+    """Returns the figures of a machine that decide on the tier of each payload.
+
+    Args:
+        machine: The machine.
+        ranks_sharing: Number of the machine's ranks that share host storage of parameters and
+            gradients. A simulator with more than one is laid out for replicas.
+    """
     return {
         "policy": "auto",
         "offload_optim_frac": 0.0,
         "offload_param_frac": 0.0,
         "host_bytes": machine.host_bytes,
         "nvme_bytes_per_second": machine.nvme or 0.0,
+        "ranks_sharing": ranks_sharing,
     }
 
 
@@ -79,6 +86,7 @@ def options(
     margin_ratio: float = 1.0,
     num_ranks: int = 1,
     device_update_fraction: float = 0.0,
+    ranks_sharing: int = 1,
 ) -> dict[str, Any]:
     """Returns the options of Simulator.run for a step.
 
@@ -89,10 +97,11 @@ def options(
         margin_ratio: GeminiPlugin's gpu_margin_mem_ratio.
         num_ranks: Number of replicas, which shard the optimizer state.
         device_update_fraction: GeminiPlugin's device_update_fraction, as a number.
+        ranks_sharing: See places().
     """
     on_host = machine.on_host
     copies = "synchronous" if on_host else "overlapped"
-    return places(machine) | {
+    return places(machine, ranks_sharing=ranks_sharing) | {
         "margin_ratio": margin_ratio,
         "max_prefetch": max_prefetch,
         "device_bytes": machine.device_bytes,

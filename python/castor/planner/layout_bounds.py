@@ -155,10 +155,11 @@ def least_of_nvme(of_all: ModelInLayout) -> float:
     """
     layout, workload, cluster = of_all.layout, of_all.workload, of_all.cluster
     machine, block_bytes = cluster.machine, of_all.of_one.block_bytes
-    if machine.nvme is None or not block_bytes or ranks_sharing_host_storage(layout, cluster) > 1:
+    if machine.nvme is None or not block_bytes:
         return 0.0
     block = of_all.of_rows(lambda whole: whole.block_seconds)
-    each = 2 + _states_of_weights(machine, workload) / layout.dims.same_shard
+    sharing = ranks_sharing_host_storage(layout, cluster)
+    each = 2 / sharing + _states_of_weights(machine, workload) / layout.dims.same_shard
     beside = 1 if workload.overlap != "none" and not cluster.on_host else 0
     least = 0.0
     for rank in {0, layout.dims.pp - 1}:
@@ -176,11 +177,14 @@ def least_lacking(of_all: ModelInLayout) -> float:
     layout, cluster = of_all.layout, of_all.cluster
     machine, sharing = cluster.machine, ranks_sharing_host_storage(layout, cluster)
     room: float = machine.host_bytes
-    if machine.nvme is not None and sharing == 1:
-        room += inf if machine.nvme_bytes is None else machine.nvme_bytes
     each = 2 / sharing + _states_of_weights(machine, of_all.workload) / layout.dims.same_shard
+    if machine.nvme is not None:
+        room += inf if machine.nvme_bytes is None else machine.nvme_bytes
     blocks = max(_blocks_of(of_all, rank) for rank in {0, layout.dims.pp - 1})
-    return max(0.0, blocks * of_all.of_one.block_bytes * each - room) * ROUNDING
+    weights = blocks * of_all.of_one.block_bytes
+    # Replicas have no weights and gradients on NVMe.
+    on_host = 2 / sharing * weights if layout.dims.same_shard > 1 else 0.0
+    return max(0.0, weights * each - room, on_host - machine.host_bytes) * ROUNDING
 
 
 def _blocks_of(of_all: ModelInLayout, rank: int) -> int:

@@ -120,6 +120,7 @@ class End(_Needs):
     def __init__(
         self,
         recorded: SimulatedRank,
+        replica: SimulatedRank,
         layout: Layout,
         cluster: Cluster,
         rank: int,
@@ -130,20 +131,21 @@ class End(_Needs):
 
         Args:
             recorded: The recorded rank.
+            replica: The rank, with chunks laid out for its replicas.
             layout: The layout of the ranks.
             cluster: The cluster.
             rank: Number of the rank in the pipeline.
             overlap: GeminiPlugin's overlap.
         """
         self._layout, self._cluster, self._rank, self._overlap = layout, cluster, rank, overlap
+        self._replica, self._sharing = replica, ranks_sharing_host_storage(layout, cluster)
         self.slowdown, self.update = 1.0, 0.0
         self._alone = 0.0
         figures = self._time(recorded, host_bytes=NO_NVME)
         self.device_bytes = figures["smallest_budget_bytes"]
-        whole = int(figures["host_bytes"])
-        shared = 2 * recorded.param_bytes  # parameters and gradients
-        sharing = ranks_sharing_host_storage(layout, cluster)
-        self.host_bytes = shared // sharing + max(0, whole - shared) // layout.dims.same_shard
+        places = simulator.places(cluster.machine, ranks_sharing=self._sharing)
+        in_memory = places | {"host_bytes": NO_NVME}
+        self.host_bytes: int = replica.simulator.places(in_memory)["host_bytes"]
         self.nvme_bytes = self.nvme_weight_bytes = 0
         self.in_memory = self.slowdown, self.update
         """Slowdown and seconds of the update if nothing waited for NVMe."""
@@ -162,26 +164,22 @@ class End(_Needs):
 
     @property
     def needs_nvme(self) -> bool:
-        """Whether the host has no room and the machine has NVMe.
-
-        Chunks that ranks share in host memory are not planned on NVMe.
-        """
+        """Whether the host has no room and the machine has NVMe."""
         machine = self._cluster.machine
-        if machine.nvme is None or ranks_sharing_host_storage(self._layout, self._cluster) > 1:
-            return False
-        return self.host_bytes > machine.host_bytes
+        return machine.nvme is not None and self.host_bytes > machine.host_bytes
 
-    def store(self, recorded: SimulatedRank) -> None:
+    def store(self) -> None:
         """Moves the bytes that the host has no room for to NVMe, as a session does.
 
         Several ranks do not train parameters on NVMe. If parameters would have to be there,
         nothing changes.
-
-        Args:
-            recorded: The rank, with chunks laid out for its replicas.
         """
         in_memory = self.slowdown, self.update
-        figures = self._time(recorded, host_bytes=self._cluster.machine.host_bytes)
+        figures = self._time(
+            self._replica,
+            host_bytes=self._cluster.machine.host_bytes,
+            ranks_sharing=self._sharing,
+        )
         if figures["nvme_weight_bytes"] and self._layout.dims.same_shard > 1:
             self.slowdown, self.update = in_memory
             return
@@ -189,7 +187,7 @@ class End(_Needs):
         self.host_bytes, self.nvme_bytes = figures["host_bytes"], figures["nvme_bytes"]
         self.nvme_weight_bytes = figures["nvme_weight_bytes"]
 
-    def _time(self, recorded: SimulatedRank, *, host_bytes: int) -> dict[str, Any]:
+    def _time(self, recorded: SimulatedRank, **places: int) -> dict[str, Any]:
         """Sets `slowdown` and `update`, and returns the simulator's figures.
 
         Updates beside the first forwards delay them once, whatever the number of micro-batches. So
@@ -197,10 +195,10 @@ class End(_Needs):
         add is counted as seconds of the update. With one micro-batch both together are the
         simulator's seconds of the step, as in `castor estimate`.
         """
-        apart, alone = self._simulate(recorded, "none", host_bytes=host_bytes)
+        apart, alone = self._simulate(recorded, "none", places)
         beside = apart
         if self._overlap != "none" and not self._cluster.on_host:
-            beside, _ = self._simulate(recorded, self._overlap, host_bytes=host_bytes)
+            beside, _ = self._simulate(recorded, self._overlap, places)
         self._alone = alone
         self.slowdown = max(1.0, apart["passes_seconds"] / alone) if alone else 1.0
         held_up = max(0.0, beside["passes_seconds"] - apart["passes_seconds"])
@@ -208,7 +206,7 @@ class End(_Needs):
         return apart
 
     def _simulate(
-        self, recorded: SimulatedRank, overlap: Overlap, *, host_bytes: int
+        self, recorded: SimulatedRank, overlap: Overlap, places: dict[str, int]
     ) -> tuple[dict[str, Any], float]:
         """Returns the simulator's figures of the simulated passes, and their seconds alone."""
         layout, cluster = self._layout, self._cluster
@@ -240,8 +238,7 @@ class End(_Needs):
         options = simulator.options(
             cluster.machine, overlap=overlap, num_ranks=layout.dims.same_shard
         )
-        options["host_bytes"] = host_bytes
-        return recorded.simulator.run(events, computing, options), sum(computing)
+        return recorded.simulator.run(events, computing, options | places), sum(computing)
 
 
 def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:

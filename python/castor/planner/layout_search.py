@@ -317,11 +317,12 @@ class LayoutSearch:
         """Yields the first and the last rank of a pipeline; nothing if one exceeds the limit."""
         found = {}
         for rank in sorted({0, layout.dims.pp - 1}):
-            recorded = self._rank(layout, rank, cluster.machine.device_bytes)
-            end = End(recorded, layout, cluster, rank, overlap=self.workload.overlap)
+            tile = cluster.machine.device_bytes
+            recorded = self._rank(layout, rank, tile)
+            replica = self._rank(layout, rank, tile, layout.dims.same_shard)
+            end = End(recorded, replica, layout, cluster, rank, overlap=self.workload.overlap)
             if end.needs_nvme and end.least_seconds < limit:
-                tile = cluster.machine.device_bytes
-                end.store(self._rank(layout, rank, tile, layout.dims.same_shard))
+                end.store()
             if limit < inf and (end.least_seconds >= limit or not end.fits(cluster.machine)):
                 return
             found[rank] = recorded, end

@@ -19,8 +19,14 @@ class SentByRank:
 
 
 def ranks_sharing_host_storage(layout: Layout, cluster: Cluster) -> int:
-    """Returns the number of ranks that share the host storage of parameters and gradients."""
-    return _ranks_of_a_node(layout, cluster) if cluster.on_host else 1
+    """Returns the number of ranks that share the host storage of parameters and gradients.
+
+    Ranks of a node share it, on GPUs only where all replicas run on one node
+    (docs/design/0057-one-host-copy-for-gpus.md). That is so with zero_stage "auto" and 1, which
+    layouts have; 2 and 3 shard the storage on GPUs and on several nodes.
+    """
+    of_node = _ranks_of_a_node(layout, cluster)
+    return of_node if cluster.on_host or of_node == layout.dims.same_shard else 1
 
 
 def _ranks_of_a_node(layout: Layout, cluster: Cluster) -> int:
@@ -34,12 +40,12 @@ def sent_between_replicas(
 ) -> SentByRank:
     """Returns the bytes that a rank sends to reduce gradients and to gather weights.
 
-    - Replicas that compute on one host share weights and gradients in memory: each rank reads the
-      others' gradients of its shard.
-    - Replicas on several hosts do so on each host. Between hosts go sums of gradients, their means
-      and shards of weights.
-    - GPUs, and nodes of one replica each, exchange shards of gradients after backward, and gather
-      gradients and weights.
+    - Replicas on one node share weights and gradients in host memory: each rank reads the others'
+      gradients of its shard.
+    - Replicas that compute on several hosts do so on each host. Between hosts go sums of gradients,
+      their means and shards of weights.
+    - GPUs on several nodes, and nodes of one replica each, exchange shards of gradients after
+      backward, and gather gradients and weights.
 
     Args:
         layout: The layout of the ranks.
@@ -52,13 +58,12 @@ def sent_between_replicas(
         return SentByRank()
     nodes = copies // of_node
     within = (of_node - 1) / of_node * param_bytes
-    if cluster.on_host and nodes == 1:
+    if nodes == 1:
         return SentByRank(within=within)
     if cluster.on_host and of_node > 1:
         across = _crossing(param_bytes / of_node, element_bytes, nodes)
         return SentByRank(within=within, across=across)
-    of_all = 3 * (copies - 1) / copies * param_bytes
-    return SentByRank(within=of_all) if nodes == 1 else SentByRank(across=of_all)
+    return SentByRank(across=3 * (copies - 1) / copies * param_bytes)
 
 
 def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int) -> float:

@@ -126,10 +126,9 @@ TEST(RankReductionOnNodesTest, ARankThatEndsIsMissedByAll) {
     Payload gradients(host, kBytes, "");
     ThreadExecutor executor(1);
     RankFigures figures;
-    RankReduction reduction(
-        *ranks, made.storage.get(), executor,
-        memory->allocate(RankReduction::window_bytes(kBytes, *ranks, made.storage.get()), ""),
-        figures);
+    RankReduction reduction(*ranks, made.storage.get(), executor,
+                            memory->allocate(RankReduction::window_bytes(kBytes, kRanks, 2), ""),
+                            figures);
     reduction.reduce(gradients, ScalarType::kFloat32);
     all_have.arrive_and_wait();
     if (group.rank() == 3) {
