@@ -14,7 +14,7 @@ ChunkManager::ChunkManager(const ChunkLayout& layout, const std::vector<Placemen
                            std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
                            CopyEngine& engine, ParamBinder& binder, ParamStore* store,
                            const std::shared_ptr<MemoryTier>& param_host,
-                           std::shared_ptr<OwnCopies> copies)
+                           std::shared_ptr<HostBlocks> copies)
     : layout_(layout),
       device_(std::move(device)),
       host_(std::move(host)),

@@ -53,7 +53,7 @@ class ChunkManager {
                std::shared_ptr<MemoryTier> device, std::shared_ptr<MemoryTier> host,
                CopyEngine& engine, ParamBinder& binder, ParamStore* store = nullptr,
                const std::shared_ptr<MemoryTier>& param_host = nullptr,
-               std::shared_ptr<OwnCopies> copies = nullptr);
+               std::shared_ptr<HostBlocks> copies = nullptr);
   ChunkManager(const ChunkManager&) = delete;
   ChunkManager& operator=(const ChunkManager&) = delete;
   /// Sends every chunk to its host storage, with user writes, and binds every parameter there. A
@@ -214,7 +214,7 @@ class ChunkManager {
   const ChunkLayout& layout_;
   std::shared_ptr<MemoryTier> device_;
   std::shared_ptr<MemoryTier> host_;
-  std::shared_ptr<OwnCopies> copies_;  // nullptr: no host storage needs any
+  std::shared_ptr<HostBlocks> copies_;  // nullptr: no host storage needs any
   CopyEngine& engine_;
   ParamBinder& binder_;
   ParamStore* const store_;

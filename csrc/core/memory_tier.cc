@@ -1,5 +1,6 @@
 #include "core/memory_tier.h"
 
+#include <cassert>
 #include <utility>
 
 namespace castor {
@@ -27,6 +28,11 @@ Block& Block::operator=(Block&& other) noexcept {
     reservation_ = std::move(other.reservation_);
   }
   return *this;
+}
+
+void Block::pay_with(Reservation reservation) noexcept {
+  assert(reservation.bytes() == bytes());
+  reservation_ = std::move(reservation);
 }
 
 void Block::discard() noexcept {

@@ -72,6 +72,9 @@ class Block {
   [[nodiscard]] std::size_t bytes() const noexcept { return reservation_.bytes(); }
   [[nodiscard]] explicit operator bool() const noexcept { return data_ != nullptr; }
   void reset() noexcept;
+  /// Pays for the block with another reservation of as many bytes from now on, and releases the one
+  /// that paid before.
+  void pay_with(Reservation reservation) noexcept;
   /// Discards the block's contents (Arena::discard).
   void discard() noexcept;
   /// Shares the block with child processes (Arena::share_with_children).

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/host_blocks.h"
 #include "core/memory_tier.h"
 #include "core/mutex.h"
-#include "core/own_copies.h"
 
 namespace castor {
 
@@ -63,7 +63,7 @@ class Payload {
   /// `copies`: memory of this process's own copies, where other processes use the storage too;
   /// nullptr where the storage is this process's alone, or the system copies what is written.
   Payload(std::shared_ptr<MemoryTier> tier, std::size_t bytes, const std::string& remedy,
-          std::shared_ptr<OwnCopies> copies = nullptr)
+          std::shared_ptr<HostBlocks> copies = nullptr)
       : tier_(std::move(tier)),
         host_(tier_->allocate(bytes, remedy)),
         copies_(std::move(copies)),
@@ -123,7 +123,7 @@ class Payload {
 
   std::shared_ptr<MemoryTier> tier_;  // destroyed after host_; nullptr: on NVMe
   Block host_;
-  std::shared_ptr<OwnCopies> copies_;  // destroyed after copy_
+  std::shared_ptr<HostBlocks> copies_;  // destroyed after copy_
   Block copy_;
   std::size_t bytes_;
   std::shared_ptr<MemoryTier> away_tier_;  // destroyed after away_; nullptr: not away

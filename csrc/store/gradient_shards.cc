@@ -31,11 +31,12 @@ class GradientShards::Visit {
   const ChunkId chunk_;
 };
 
-GradientShards::GradientShards(const ChunkLayout& layout, WeightShards& shards, MemoryTier& host,
+GradientShards::GradientShards(const ChunkLayout& layout, WeightShards& shards,
+                               std::shared_ptr<MemoryTier> host, std::size_t most_kept,
                                const AddressFollower& follower)
     : layout_(layout),
       shards_(shards),
-      host_(host),
+      blocks_(std::move(host), kNoRoom, HostBlocks::Account::kNobody, most_kept),
       follower_(follower),
       chunks_(layout.chunks().size()) {
   for (std::size_t i = 0; i < chunks_.size(); ++i) {
@@ -57,7 +58,7 @@ const std::string& GradientShards::no_address() noexcept { return kSharded; }
 
 // Reading is over the network: without the mutex.
 Block GradientShards::make(ChunkId chunk, Contents contents) {
-  Block copy = host_.allocate(layout_.chunk(chunk).used_bytes, kNoRoom);
+  Block copy = blocks_.take(layout_.chunk(chunk).used_bytes);
   if (contents == Contents::kMean) {
     shards_.start_read(index(of(chunk)), {copy.data(), copy.bytes()}).wait();
   } else {
@@ -103,7 +104,7 @@ void GradientShards::bring(ChunkId chunk, Contents contents, Access access,
 void GradientShards::drop(ChunkId chunk) {
   Chunk& own = chunks_[index(chunk)];
   copy_bytes_ -= own.copy.bytes();
-  own.copy.reset();
+  blocks_.give_back(std::move(own.copy));
   own.written = false;
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/chunk_layout.h"
+#include "core/host_blocks.h"
 #include "core/memory_tier.h"
 #include "core/mutex.h"
 #include "ranks/weight_shards.h"
@@ -40,10 +41,11 @@ class GradientShards {
   enum class Access : std::uint8_t { kRead, kWrite };
 
   /// `shards` has the shards of weights by chunk, then those of gradients by chunk, and knows the
-  /// ranks. `host` pays for the copies. `follower` is told where these are. All arguments outlive
-  /// this.
-  GradientShards(const ChunkLayout& layout, WeightShards& shards, MemoryTier& host,
-                 const AddressFollower& follower);
+  /// ranks. `host` pays for the copies. At most `most_kept` bytes of copies that were dropped are
+  /// kept for the next ones, and nobody pays for these. `follower` is told where copies are. All
+  /// arguments but `host` outlive this.
+  GradientShards(const ChunkLayout& layout, WeightShards& shards, std::shared_ptr<MemoryTier> host,
+                 std::size_t most_kept, const AddressFollower& follower);
   ~GradientShards();
   GradientShards(const GradientShards&) = delete;
   GradientShards& operator=(const GradientShards&) = delete;
@@ -104,7 +106,7 @@ class GradientShards {
 
   const ChunkLayout& layout_;
   WeightShards& shards_;
-  MemoryTier& host_;
+  HostBlocks blocks_;  // destroyed after the copies
   const AddressFollower& follower_;
   std::size_t shard_bytes_ = 0;
   mutable Mutex mutex_;

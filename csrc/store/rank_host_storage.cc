@@ -4,7 +4,6 @@
 #include <functional>
 #include <utility>
 
-#include "host/slot_arena.h"
 #include "ranks/shared_file.h"
 #include "store/rank_host_bytes.h"
 
@@ -78,9 +77,11 @@ RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Plac
     room_for_copies_ = bytes.room_for_copies;
   }
   if (locked && weights_.storage) {
-    copies_ = std::make_shared<OwnCopies>(
-        host, std::make_unique<SlotArena>(options.backend->make_host_arena(), TierKind::kHost),
-        room_for_copies_);
+    copies_ = std::make_shared<HostBlocks>(
+        host,
+        "a rank has values of its own, in a copy, until the ranks have brought theirs together; "
+        "raise host_memory, or make chunks smaller (chunk_bytes)",
+        HostBlocks::Account::kNobody, room_for_copies_);
   }
 }
 

@@ -44,7 +44,7 @@ class RankHostStorage {
   [[nodiscard]] const Kind& gradients() const noexcept { return gradients_; }
   /// Returns the memory of this rank's own copies of what is in the storage; nullptr where the
   /// system makes them, or there is no storage.
-  [[nodiscard]] const std::shared_ptr<OwnCopies>& copies() const noexcept { return copies_; }
+  [[nodiscard]] const std::shared_ptr<HostBlocks>& copies() const noexcept { return copies_; }
   /// Returns the host bytes for gradients on their way: a window, and a few chunks that other ranks
   /// have not completed. Whoever fills the host leaves these bytes free.
   [[nodiscard]] std::size_t room_for_copies() const noexcept { return room_for_copies_; }
@@ -59,7 +59,7 @@ class RankHostStorage {
  private:
   Kind weights_;
   Kind gradients_;
-  std::shared_ptr<OwnCopies> copies_;
+  std::shared_ptr<HostBlocks> copies_;
   std::size_t room_for_copies_ = 0;
   std::size_t nodes_ = 1;
   std::string refusal_;

@@ -16,6 +16,12 @@ std::unique_ptr<UpdateQueue> make_queue(std::size_t num_chunks, const SessionOpt
                    num_chunks, options.ranks ? UpdateOrder::kSubmitted : UpdateOrder::kWanted);
 }
 
+/// Bytes of dropped copies of sharded gradients that a session keeps for the next ones. Where the
+/// device computes by itself their pages are locked, which takes longer than a copy is needed.
+std::size_t kept_copies(const SessionMemory& memory) {
+  return memory.device().computes_by_itself() ? memory.sharded_host_storage().room_for_copies() : 0;
+}
+
 }  // namespace
 
 SessionChunks::SessionChunks(const SessionMemory& memory, std::vector<Placement> placements,
@@ -28,7 +34,7 @@ SessionChunks::SessionChunks(const SessionMemory& memory, std::vector<Placement>
                            ? nullptr
                            : std::make_unique<GradientShards>(
                                  memory.layout(), *memory.sharded_host_storage().shards(),
-                                 *memory.host_tier(), followers_.gradients)),
+                                 memory.host_tier(), kept_copies(memory), followers_.gradients)),
       weights_(make_weights(memory, followers_)),
       manager_(std::make_unique<ChunkManager>(
           memory.layout(), std::move(placements), memory.device_tier(), memory.host_tier(),

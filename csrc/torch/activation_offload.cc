@@ -61,10 +61,11 @@ struct ActivationOffload::Moved {
 
 ActivationOffload::ActivationOffload(std::shared_ptr<Session> session)
     : session_(std::move(session)),
-      host_blocks_(*session_->memory().host_tier(),
+      host_blocks_(session_->memory().host_tier(),
                    "activations=\"offload\" keeps activations in host memory; raise host_memory, "
                    "offload fewer blocks, or give nvme_path and an nvme_memory with room for what "
-                   "does not fit") {
+                   "does not fit",
+                   HostBlocks::Account::kHost) {
   if (ChunkStream* const stream = session_->memory().stream_of(StoragePlan::kActivations)) {
     pages_.emplace(*stream, session_->memory().num_activation_pages());
   }

@@ -12,10 +12,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/host_blocks.h"
 #include "core/memory_tier.h"
 #include "core/mutex.h"
 #include "store/activation_pages.h"
-#include "store/host_blocks.h"
 #include "torch/chunk_storages.h"
 #include "torch/session.h"
 

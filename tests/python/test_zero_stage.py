@@ -100,6 +100,20 @@ def test_gpus_shard_host_storage_with_the_bits_of_the_cpu_device(
         assert (report["rank_shard_bytes"] > 0) == (stage == 3)
 
 
+def test_copies_on_gpus_take_memory_that_is_locked_already(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the third step on nothing is page-locked any more."""
+    simulated_gpu.require()
+    monkeypatch.setenv("CASTOR_TEST_DEVICE", f"simgpu:{simulated_gpu.SEEDS[0]}")
+    for output in succeeded(run(zero_stage_cases.registrations, 2, tmp_path, timeout=600)):
+        lines = output.splitlines()
+        assert lines[::2] == ["1 True", "2 False", "3 False"]
+        for line in lines[1::2]:
+            _, *later = map(int, line.split())
+            assert later == [0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("device", ["", "simgpu:1"])
 @pytest.mark.parametrize("size", [3])
 def test_a_rank_has_its_shards_and_a_few_chunks(

@@ -116,6 +116,22 @@ def on_gpus(directory: Path) -> None:
     _train_all(ON_GPUS, directory)
 
 
+def registrations(_: Path) -> None:
+    """How often each of six steps page-locks memory, by stage: 1 in memory that ranks share."""
+    with _of_rank() as rank:
+        for stage, link in ((1, "auto"), (2, "group"), (3, "group")):
+            os.environ["CASTOR_RANK_LINK"] = link
+            boosted = boost(staged(ON_GPUS["tight"], stage))
+            counts = []
+            for step in range(6):
+                boosted.step(_tower_loss(boosted.model, 2 * step + rank, rank))
+                counts.append(torch.simgpu.gpu.counts()["registrations"])  # type: ignore[attr-defined]
+            report = boosted.report()
+            print(report.zero_stage if link == "group" else 1, report.rank_shared_bytes > 0)
+            print(*(after - before for before, after in itertools.pairwise(counts)))
+            distributed.barrier()
+
+
 def fails_in_backward(_: Path) -> None:
     """A pass fails on all ranks, then on rank 1 alone, and is run again."""
     with _over_the_group() as rank:

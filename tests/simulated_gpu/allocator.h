@@ -65,6 +65,7 @@ struct Counts {
   std::atomic<std::size_t> fences{0};       ///< moments of a stream that the host has waited for
   std::atomic<std::size_t> collectives{0};  ///< of simnccl; messages are counted as well
   std::atomic<std::size_t> collective_bytes{0};  ///< what this rank has handed over in those
+  std::atomic<std::size_t> registrations{0};     ///< of host memory
 };
 [[nodiscard]] Counts& counts();
 

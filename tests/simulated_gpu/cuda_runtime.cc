@@ -161,7 +161,7 @@ cudaError_t cudaHostRegister(void* data, std::size_t bytes, unsigned /*flags*/) 
   if (castor::simulated::refusals().pages.now())
     return cudaErrorMemoryAllocation;
   switch (Gpu::instance().register_host(static_cast<const std::byte*>(data), bytes)) {
-    case Gpu::Registered::kYes: return cudaSuccess;
+    case Gpu::Registered::kYes: ++castor::simulated::counts().registrations; return cudaSuccess;
     case Gpu::Registered::kAlready: return cudaErrorHostMemoryAlreadyRegistered;
     case Gpu::Registered::kBeyondLimit: break;
   }

@@ -37,6 +37,7 @@ py::dict count_figures() {
   figures["fences"] = counts().fences.load();
   figures["host_waits"] = counts().host_waits.load();
   figures["collectives"] = counts().collectives.load();
+  figures["registrations"] = counts().registrations.load();
   figures["collective_bytes"] = counts().collective_bytes.load();
   return figures;
 }

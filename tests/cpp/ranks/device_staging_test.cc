@@ -16,7 +16,6 @@
 #include "core/thread_collectives.h"
 #include "core/units.h"
 #include "host/mmap_arena.h"
-#include "host/slot_arena.h"
 #include "parallel/thread_executor.h"
 #include "ranks/rank_reduction.h"
 #include "ranks/rank_weights.h"
@@ -74,9 +73,8 @@ class Rank {
     }
   }
 
-  static std::shared_ptr<OwnCopies> copies_of(const std::shared_ptr<MemoryTier>& host) {
-    return std::make_shared<OwnCopies>(
-        host, std::make_unique<SlotArena>(std::make_unique<MmapArena>(), TierKind::kHost), kGiB);
+  static std::shared_ptr<HostBlocks> copies_of(const std::shared_ptr<MemoryTier>& host) {
+    return std::make_shared<HostBlocks>(host, "", HostBlocks::Account::kNobody);
   }
 
   [[nodiscard]] DeviceStaging staging() {

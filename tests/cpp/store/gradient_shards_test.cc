@@ -41,7 +41,8 @@ ChunkLayout layout_of_chunks() {
 /// The sharded gradients of one rank.
 struct Rank {
   Rank(ThreadMessages& messages, std::size_t rank, std::size_t host_bytes)
-      : host(TierKind::kHost, host_bytes, std::make_unique<HeapArena>(blocks)) {
+      : host(std::make_shared<MemoryTier>(TierKind::kHost, host_bytes,
+                                          std::make_unique<HeapArena>(blocks))) {
     std::vector<std::span<std::byte>> kept(2 * layout.chunks().size());
     for (std::size_t i = 0; i < 3; ++i) {
       kept[layout.chunks().size() + i] = std::span(memory).subspan(i * kShard, kShard);
@@ -49,7 +50,7 @@ struct Rank {
     shards =
         std::make_unique<WeightShards>(messages.of_rank(rank), std::move(kept),
                                        layout.chunks().size(), 1, std::chrono::milliseconds(0));
-    gradients = std::make_unique<GradientShards>(layout, *shards, host, follower);
+    gradients = std::make_unique<GradientShards>(layout, *shards, host, 0, follower);
   }
 
   /// Reduces the chunk to bytes that say of which rank they are.
@@ -68,7 +69,7 @@ struct Rank {
   const ChunkLayout layout = layout_of_chunks();
   const std::shared_ptr<LiveBlocks> blocks = std::make_shared<LiveBlocks>();
   Bytes memory = Bytes(3 * kShard);
-  MemoryTier host;
+  std::shared_ptr<MemoryTier> host;
   RecordingFollower follower;
   std::unique_ptr<WeightShards> shards;
   std::unique_ptr<GradientShards> gradients;
@@ -76,7 +77,7 @@ struct Rank {
 
 class GradientShardsTest : public ::testing::Test {
  protected:
-  [[nodiscard]] std::size_t used() const { return first_.host.ledger().used(); }
+  [[nodiscard]] std::size_t used() const { return first_.host->ledger().used(); }
   /// Both ranks have a mean of `value` and value + 1.
   void reduce_both(ChunkId chunk, int value) const {
     for (const Rank* const rank : {&first_, &second_}) {
@@ -146,10 +147,10 @@ TEST_F(GradientShardsTest, CopiesFitTheBudgetExactlyOrAreRefused) {
   WeightShards shards(messages.of_rank(0),
                       {{}, {}, std::span(memory).first(kChunk), std::span(memory).last(kChunk)}, 2,
                       1, std::chrono::milliseconds(0));
-  MemoryTier host(TierKind::kHost, 2 * kChunk - 1,
-                  std::make_unique<HeapArena>(std::make_shared<LiveBlocks>()));
+  const auto host = std::make_shared<MemoryTier>(
+      TierKind::kHost, 2 * kChunk - 1, std::make_unique<HeapArena>(std::make_shared<LiveBlocks>()));
   const RecordingFollower follower;
-  GradientShards gradients(layout, shards, host, follower);
+  GradientShards gradients(layout, shards, host, 0, follower);
   gradients.take_copy(chunk_id(0), Contents::kZeros);
   expect_out_of_memory([&] { gradients.take_copy(chunk_id(1), Contents::kZeros); }, TierKind::kHost,
                        kChunk, kChunk - 1, 2 * kChunk - 1);
@@ -159,7 +160,7 @@ TEST_F(GradientShardsTest, CopiesFitTheBudgetExactlyOrAreRefused) {
   EXPECT_EQ(follower.address(chunk_id(1)), nullptr);
   gradients.drop_copy(chunk_id(0));
   gradients.take_copy(chunk_id(1), Contents::kZeros);
-  EXPECT_EQ(host.ledger().used(), kChunk);
+  EXPECT_EQ(host->ledger().used(), kChunk);
 }
 
 TEST_F(GradientShardsTest, AVisitPointsTheFollowerUntilItEnds) {

@@ -109,7 +109,7 @@ struct TestStore {
     make_nvme();
     if (sharded.shards() != nullptr) {
       gradient_shards =
-          std::make_unique<GradientShards>(layout, *sharded.shards(), *host, gradients);
+          std::make_unique<GradientShards>(layout, *sharded.shards(), host, 0, gradients);
     }
     make_weights();
     manager = std::make_unique<ChunkManager>(layout, options.placements, device_tier, host, *engine,
