@@ -107,17 +107,12 @@ void bind_optimizer_state(SessionClass& session) {
           },
           released)
       .def(
-          "weight_sharded",
+          "weight_is_own",
           [](Session& self, std::uint32_t param) {
-            return self.optimizer_state().places().sharded(self.layout().place(id(param)).chunk);
-          },
-          released)
-      .def(
-          "weight_shared",
-          [](Session& self, std::uint32_t param) {
-            const auto& payload = self.chunks().manager().payload(
-                self.layout().place(id(param)).chunk, PayloadKind::kParam);
-            return payload != nullptr && payload->needs_copies();
+            const ChunkId chunk = self.layout().place(id(param)).chunk;
+            const auto& payload = self.chunks().manager().payload(chunk, PayloadKind::kParam);
+            const bool shared = payload != nullptr && payload->needs_copies();
+            return !shared && !self.optimizer_state().places().sharded(chunk);
           },
           released)
       .def(

@@ -242,7 +242,7 @@ class Engine(CollectiveCalls):
         """
         index = self.index_of[param]
         # Each rank's initialisers run, before all take rank 0's values.
-        if self.session.weight_sharded(index) or self.session.weight_shared(index):
+        if not self.session.weight_is_own(index):
             return in_own_pages(param.shape, dtype)
         host, master = self.on_host(param).data, self.session.master_view(self.index_of[param])
         if host.device.type != "cpu":  # its storage is a GPU's memory
