@@ -42,7 +42,10 @@ ScratchOptions space_for(const NvmeOptions& options, std::span<const NvmeContent
                           " there; raise nvme_memory, raise host_memory, or use a smaller "
                           "optim_state_format");
   }
-  return {.directories = options.directories, .file_name = options.file_name, .bytes = bytes};
+  return {.directories = options.directories,
+          .in_memory = options.in_memory,
+          .file_name = options.file_name,
+          .bytes = bytes};
 }
 
 std::vector<Block> make_windows(std::span<const NvmeContent> contents, MemoryTier& host) {

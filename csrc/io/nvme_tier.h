@@ -19,6 +19,9 @@ namespace castor {
 struct NvmeOptions {
   /// Directories with one scratch file each, as in ScratchOptions.
   std::vector<std::string> directories;
+  /// Whether the tier is in pageable memory instead, where less host memory may be page-locked than
+  /// payloads take (ScratchOptions).
+  bool in_memory = false;
   std::string file_name = "castor.scratch";
   /// Bytes of all files together that may be used.
   std::uint64_t budget_bytes = 0;

@@ -1,11 +1,13 @@
 #include "io/scratch_file.h"
 
 #include <fcntl.h>
+#include <linux/memfd.h>
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -273,6 +275,24 @@ ScratchFile::ScratchFile(const std::string& path, std::uint64_t data_bytes)
             return make(path, kHeaderBytes + align_up(data_bytes, kHeaderBytes));
           }(),
           path, align_up(data_bytes, kHeaderBytes)) {}
+
+ScratchFile ScratchFile::in_memory(std::uint64_t data_bytes) {
+  const std::string name = "memory that is not page-locked";
+  const std::uint64_t bytes = align_up(data_bytes, kHeaderBytes);
+  // As glibc's memfd_create, whose header is that of mappings.
+  UniqueFd descriptor(static_cast<int>(::syscall(SYS_memfd_create, "castor", MFD_CLOEXEC)));
+  if (!descriptor) {
+    throw IoError(errno, name, 0, "cannot make a file in memory");
+  }
+  const auto length = static_cast<off_t>(kHeaderBytes + bytes);
+  if (without_interruption([&] { return ::fallocate(descriptor.get(), 0, 0, length); }) != 0) {
+    throw IoError(errno, name, 0, "cannot take " + format_bytes(bytes) + " of",
+                  "Free memory, or train a smaller model");
+  }
+  ScratchFile file({.descriptor = std::move(descriptor)}, name, bytes);
+  file.owner_ = 0;  // there is nothing to remove
+  return file;
+}
 
 ScratchFile::ScratchFile(Opened opened, const std::string& path, std::uint64_t data_bytes)
     : origin_(opened.origin),

@@ -36,6 +36,9 @@ class ScratchFile {
   /// Makes the file `path`, whose directory exists. `data_bytes` > 0 is rounded up to whole blocks
   /// of 64 KiB.
   ScratchFile(const std::string& path, std::uint64_t data_bytes);
+  /// Makes a file without a path, in pageable memory, which goes with the object. Throws IoError
+  /// where the system has no memory for it.
+  [[nodiscard]] static ScratchFile in_memory(std::uint64_t data_bytes);
   ScratchFile(ScratchFile&& other) noexcept;
   ScratchFile& operator=(ScratchFile&&) = delete;
   ScratchFile(const ScratchFile&) = delete;

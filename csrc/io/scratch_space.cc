@@ -13,7 +13,7 @@ namespace castor {
 namespace {
 
 std::vector<ScratchFile> make_files(const ScratchOptions& options) {
-  const std::size_t count = options.directories.size();
+  const std::size_t count = options.in_memory ? 1 : options.directories.size();
   if (count == 0) {
     throw InvalidArgument("the NVMe tier needs a directory, and none was given");
   }
@@ -36,6 +36,10 @@ std::vector<ScratchFile> make_files(const ScratchOptions& options) {
   const std::uint64_t each = align_up((options.bytes + count - 1) / count, options.stripe_bytes);
   std::vector<ScratchFile> files;
   files.reserve(count);
+  if (options.in_memory) {
+    files.push_back(ScratchFile::in_memory(each));
+    return files;
+  }
   for (const std::string& directory : options.directories) {
     files.emplace_back((std::filesystem::path(directory) / options.file_name).string(), each);
   }

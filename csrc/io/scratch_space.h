@@ -42,6 +42,8 @@ class ScratchExtent {
 struct ScratchOptions {
   /// Directories with one scratch file each; several should lie on different devices.
   std::vector<std::string> directories;
+  /// Whether one file in memory takes the place of all of them (ScratchFile::in_memory).
+  bool in_memory = false;
   /// Name of the scratch file in each directory. Ranks that share a directory need names of their
   /// own.
   std::string file_name = "castor.scratch";

@@ -23,6 +23,7 @@
 #include "python/names.h"
 #include "python/saved_variables.h"
 #include "ranks/rank_waits.h"
+#include "store/lockable_bytes.h"
 #include "torch/chunk_storages.h"
 #include "torch/cpu_backend.h"
 #include "torch/session.h"
@@ -484,6 +485,14 @@ PYBIND11_MODULE(_C, m) {
   castor::bind_saves(session);
   castor::bind_activation_offload(m);
 
+  m.def(
+      "lockable_bytes",
+      [](const py::object& backend, std::size_t wanted) {
+        const std::shared_ptr<castor::DeviceBackend> device = castor::device_backend(backend);
+        const py::gil_scoped_release release;
+        return castor::lockable_bytes(*device, wanted);
+      },
+      py::arg("backend"), py::arg("wanted"));
   m.def(
       "is_mapped_privately",
       [](const at::Tensor& tensor) { return castor::is_mapped_privately(tensor.storage()); },

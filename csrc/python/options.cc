@@ -68,14 +68,15 @@ void bind_parts(py::module_& module) {
           py::cpp_function(&SharedBudgets::num_models, py::call_guard<py::gil_scoped_release>()));
   py::class_<NvmeOptions>(module, "NvmeOptions")
       .def(py::init([](std::vector<std::string> directories, std::uint64_t budget_bytes,
-                       bool verify, bool holds_activations) {
+                       bool verify, bool holds_activations, bool in_memory) {
              return NvmeOptions{.directories = std::move(directories),
+                                .in_memory = in_memory,
                                 .budget_bytes = budget_bytes,
                                 .verification = verify ? Verification::kOn : Verification::kOff,
                                 .holds_activations = holds_activations};
            }),
            py::kw_only(), py::arg("directories"), py::arg("budget_bytes"), py::arg("verify"),
-           py::arg("holds_activations"));
+           py::arg("holds_activations"), py::arg("in_memory"));
   py::class_<OptimizerStateOptions>(module, "StateOptions")
       .def(py::init([](const std::optional<std::string>& rule, StateFormat state_format,
                        std::optional<NvmeOptions> nvme, double nvme_fraction,

@@ -283,6 +283,41 @@ def little_to_lock(_: Path) -> None:
         print(_refused(lambda: boost(case)))
 
 
+LIMITED: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"precision": "bf16"}}
+"""Settings of models that train with LIMIT bytes of page-locked memory."""
+
+
+def limited(directory: Path) -> None:
+    """Trains 8 MiB of parameters in one process that may lock LIMIT bytes of host memory.
+
+    Kernels read and write weights and gradients between passes.
+    """
+    for name, settings in LIMITED.items():
+        torch.simgpu.gpu.limit_registered(int(os.environ["LIMIT"]))  # type: ignore[attr-defined]
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            boosted = helpers.boost(tower(width=96, depth=230), 2**21, max_norm=0.0, **settings)
+        booster, model, optimizer = boosted
+        figures = []
+        for step in range(3):
+            for micro in range(2):
+                batch = helpers.on_device_of(boosted, tower_batch(2 * step + micro, width=96))
+                loss = model(**batch)
+                booster.backward(loss, optimizer)
+                figures.append(loss.item())
+            figures.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.layers[step].weight.mul_(1.0 + 2.0**-6)
+            figures.append(model.layers[step].weight.norm().item())
+        report = vars(booster.report(model))
+        messages = [str(one.message) for one in warned]
+        weights = helpers.copies(model.parameters())
+        torch.save((weights, figures, report, messages), directory / f"{name}.pt")
+        del boosted, booster, model, optimizer, loss
+
+
 def outlives(_: Path) -> None:
     """Weights after castor has gone, which a rank writes without the others."""
     with _of_rank() as rank:

@@ -54,6 +54,8 @@ GOOD = Facts(
     dram_bytes_per_second=28e9,
     copy_bytes_per_second=14e9,
     gpu_h2d_bytes_per_second=50e9,
+    locked_bytes=8 << 30,
+    tried_locked_bytes=8 << 30,
     gpu_d2h_bytes_per_second=49e9,
     nvme=None,
 )
@@ -85,10 +87,10 @@ def finding(name: str, **changes: object) -> Finding:
 def test_nothing_is_to_change_on_a_good_machine() -> None:
     found = doctor.findings(GOOD)
     assert [finding.name for finding in found if finding.change] == []
-    assert len({finding.name for finding in found}) == len(found) == 13
+    assert len({finding.name for finding in found}) == len(found) == 14
     with_nvme = doctor.findings(replace(GOOD, nvme=NVME))
     assert [finding.name for finding in with_nvme if finding.change] == []
-    assert len(with_nvme) == 15
+    assert len(with_nvme) == 16
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,12 @@ def test_nothing_is_to_change_on_a_good_machine() -> None:
         ),
         ("io_uring", {"io_uring": "EMFILE"}, "refused (EMFILE)", "io_uring_setup(2)"),
         ("memlock limit", {"memlock_bytes": 8 << 20}, "8 MiB", "LimitMEMLOCK"),
+        (
+            "page-locked memory",
+            {"locked_bytes": 2 << 30},
+            "2.0 GiB for the GPU of 8.0",
+            "memlock",
+        ),
         ("link", {"gpu_d2h_bytes_per_second": 6e9}, "6.0 GB/s back", "pcie.link.width"),
         ("NVMe path", {"nvme": BUFFERED}, "(buffered: tmpfs)", "page cache"),
         ("NVMe path", {"nvme": SMALL}, "30.0 GiB free", "available (120.0 GiB)"),
@@ -174,7 +182,7 @@ def test_output_shows_every_finding_and_counts_those_to_change() -> None:
         assert f"{found.name} " in shown
     assert "mmap [red]" in shown
     assert shown.count("\nchange ") == 1
-    assert shown.endswith("castor doctor: 1 of 13 findings can be improved\n")
+    assert shown.endswith("castor doctor: 1 of 14 findings can be improved\n")
 
 
 def test_json_holds_all_facts_and_findings() -> None:

@@ -25,10 +25,12 @@ from castor.config.memory import (
     usable_bytes,
 )
 from castor.doctor.nvme import NvmePath, measure_nvme
+from castor.runtime.device import make_backend
 from castor.runtime.rank_cores import RankPlace, places_of_ranks
 
 _MEASURED_BYTES, _LEAST_BYTES = 512 << 20, 32 << 20
 _MEMORY_SHARE = 8  # measuring takes at most this part of the available memory
+_TRIED_LOCKED_BYTES = 8 << 30
 _REPETITIONS = 5
 _IO_URING_SETUP = 425  # the same on every architecture
 _IO_URING_PARAMS_BYTES = 120
@@ -115,6 +117,10 @@ class Facts:
     gpu_h2d_bytes_per_second: float | None
     """Bandwidth from pinned memory to the first GPU."""
     gpu_d2h_bytes_per_second: float | None
+    locked_bytes: int | None
+    """Host memory that the system page-locked for the first GPU."""
+    tried_locked_bytes: int
+    """Host memory that it was asked to lock."""
     nvme: NvmePath | None
     """Facts of the directory that was asked for."""
 
@@ -135,6 +141,12 @@ def gather(*, nvme: str | os.PathLike[str] | None = None, nproc: int | None = No
     memory = host_memory()
     size = max(_LEAST_BYTES, min(_MEASURED_BYTES, memory.available_bytes // _MEMORY_SHARE))
     nodes = _C.numa_nodes()
+    usable = usable_bytes(memory.available_bytes)
+    tried = min(_TRIED_LOCKED_BYTES, usable)
+    has_gpu_module = importlib.util.find_spec("castor._cuda") is not None
+    locked = None
+    if torch.cuda.is_available() and has_gpu_module:
+        locked = _C.lockable_bytes(make_backend(torch.device("cuda", 0), 0), tried)
     h2d, d2h = _gpu_link(size) if torch.cuda.is_available() else (None, None)
     return Facts(
         castor=_C.__version__,
@@ -143,7 +155,7 @@ def gather(*, nvme: str | os.PathLike[str] | None = None, nproc: int | None = No
         compiler=BUILD_INFO.compiler,
         hwloc=BUILD_INFO.hwloc,
         jemalloc=BUILD_INFO.jemalloc,
-        gpu_module=importlib.util.find_spec("castor._cuda") is not None,
+        gpu_module=has_gpu_module,
         torch_cuda=torch.version.cuda,
         gpus=_gpus(),
         nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
@@ -158,7 +170,7 @@ def gather(*, nvme: str | os.PathLike[str] | None = None, nproc: int | None = No
         memory_bytes=memory.total_bytes,
         available_bytes=memory.machine_available_bytes,
         memory_limit_bytes=memory.limit_bytes,
-        usable_bytes=usable_bytes(memory.available_bytes),
+        usable_bytes=usable,
         numa_nodes=None
         if nodes is None
         else tuple(NumaNode(os_index=i, memory_bytes=b, num_cpus=n) for i, b, n in nodes),
@@ -173,6 +185,8 @@ def gather(*, nvme: str | os.PathLike[str] | None = None, nproc: int | None = No
         copy_bytes_per_second=_C.copy_bandwidth(size // 2, _REPETITIONS),
         gpu_h2d_bytes_per_second=h2d,
         gpu_d2h_bytes_per_second=d2h,
+        locked_bytes=locked,
+        tried_locked_bytes=tried,
         nvme=nvme_path,
     )
 

@@ -40,6 +40,8 @@ class Finding:
 def findings(facts: Facts) -> list[Finding]:
     """One finding for each thing looked at, in the order of the output."""
     found = [examine(facts) for examine in _EXAMINATIONS]
+    if facts.locked_bytes is not None:
+        found.append(_locked(facts.locked_bytes, facts.tried_locked_bytes))
     if facts.ranks is not None:
         found.append(_ranks(facts.ranks))
     if facts.nvme is not None:
@@ -243,6 +245,18 @@ def _memlock(facts: Facts) -> Finding:
             f"{LOCKED_BYTES >> 20} MiB is little: {_RAISE_MEMLOCK}"
         )
     return Finding(name="memlock limit", value=value, change=change)
+
+
+def _locked(locked_bytes: int, tried_bytes: int) -> Finding:
+    name, value = "page-locked memory", f"{_gib(min(locked_bytes, tried_bytes))} for the GPU"
+    if locked_bytes >= tried_bytes:
+        return Finding(name=name, value=f"{value}, all that was tried")
+    return Finding(
+        name=name,
+        value=f"{value} of {_gib(tried_bytes)} that were tried",
+        change="payloads beyond it go to memory that the GPU does not copy from by itself: "
+        f"{_RAISE_MEMLOCK}",
+    )
 
 
 def _dram(facts: Facts) -> Finding:

@@ -37,3 +37,25 @@ def budgets_of(plugin: object, config: GeminiConfig) -> _C.SharedBudgets:
     elif budgets.num_models:
         gc.collect()  # frees the memory of models that only reference cycles keep alive
     return budgets
+
+
+def replace_budgets(plugin: object, config: GeminiConfig, *, nvme: int) -> bool:
+    """Gives a plugin other budgets.
+
+    Args:
+        plugin: Plugin whose models share the budgets.
+        config: Settings with the sizes.
+        nvme: Bytes of payloads outside page-locked memory; 0: those of the settings' NVMe.
+
+    Returns:
+        False where a model has taken of the budgets, and nothing has changed.
+    """
+    budgets = _budgets.get(plugin)
+    if budgets is not None and budgets.num_models:
+        return False
+    _budgets[plugin] = _C.SharedBudgets(
+        device_bytes=config.device_bytes,
+        host_bytes=config.host_bytes,
+        nvme_bytes=nvme or nvme_bytes(config),
+    )
+    return True

@@ -12,6 +12,7 @@ from castor.config.names import SCALAR_TYPES, StateFormat
 from castor.distributed import ParallelGroups
 from castor.errors import IoError
 from castor.plugins.budgets import nvme_bytes
+from castor.plugins.locked_pages import LockedPages
 from castor.runtime.engine import EngineSettings
 from castor.runtime.rules import FusedRule
 
@@ -48,6 +49,7 @@ def engine_settings(
     budgets: _C.SharedBudgets,
     communicators: _C.Reservation,
     reads: str,
+    locked: LockedPages | None,
 ) -> EngineSettings:
     """Makes the settings of the engine.
 
@@ -59,12 +61,17 @@ def engine_settings(
         budgets: Budgets of the model, shared with the plugin's other models (budgets_of).
         communicators: Reservation of groups.communicator_bytes, which the engine keeps.
         reads: Process group that group_of_reads returns.
+        locked: Division of host memory where the system page-locks less than its budget.
     """
+    if locked:
+        config = locked.divide(config)
+    pageable = locked.pageable if locked else 0
     margin = config.gpu_margin_mem_ratio
     nvme = _C.NvmeOptions(
         directories=[str(_of_rank(path, groups)) for path in config.nvme_paths],
-        budget_bytes=nvme_bytes(config),
-        verify=config.nvme_verify,
+        in_memory=pageable > 0,
+        budget_bytes=pageable or nvme_bytes(config),
+        verify=config.nvme_verify and not pageable,
         # boost reserves this space, so only a given budget counts, never all of the disks.
         holds_activations=(
             config.nvme_bytes is not None
@@ -90,7 +97,7 @@ def engine_settings(
         state=_C.StateOptions(
             state_format=state_format,
             rule=rule.name if rule else None,
-            nvme=nvme if config.nvme_paths else None,
+            nvme=nvme if config.nvme_paths or pageable else None,
             nvme_fraction=config.nvme_offload_fraction or 0.0,
             device_fraction=_device_fraction(config) if rule else 0.0,
         ),
@@ -114,4 +121,5 @@ def engine_settings(
         device_link=groups.device_backend.name if groups.device_backend else "",
         communicator_bytes=groups.communicator_bytes,
         communicators=communicators,
+        locked_limit_bytes=locked.limit if locked else 0,
     )

@@ -17,6 +17,7 @@ from castor.activations.tight import StepSimulator
 from castor.config import GeminiArguments
 from castor.config.declared import documented
 from castor.distributed import ParallelGroups, data_rank_and_size
+from castor.errors import OutOfMemoryError
 from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format
 from castor.optim.check_optimizers import check_optimizers
@@ -27,6 +28,7 @@ from castor.plugins.arguments import resolved, size_of, takes, with_nvme_of
 from castor.plugins.budgets import budgets_of
 from castor.plugins.data_parallel import join_ranks, loader_of_rank
 from castor.plugins.engine_settings import engine_settings
+from castor.plugins.locked_pages import LockedPages, find_locked_pages, locked_pages_of
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.plugins.parallelize import ParallelConfig
 from castor.plugins.zero_stage import group_of_reads
@@ -159,26 +161,34 @@ class GeminiPlugin:
             state_format=choice.state_format, seed=choice.seed, held=held,
         )  # fmt: skip
         groups = groups.connect_devices(torch.device(config.device))
-        budgets = budgets_of(self, self.config)
-        communicators = budgets.take_communicators(groups.communicator_bytes)
+        # Before the model is divided; throws where the device has no room for communicators.
+        budgets_of(self, self.config).take_communicators(groups.communicator_bytes)
         reads = group_of_reads(config, rules, groups)
         parallelized = self._parallel_config.parallelize(
             model, optimizers, groups, state_format=choice.state_format
         )
-        engine = Engine(
-            model,
-            engine_settings(
+
+        def take_over(locked: LockedPages | None) -> Engine:
+            budgets = budgets_of(self, self.config)
+            settings = engine_settings(
                 config,
                 rule=rule,
                 state_format=choice.state_format,
                 groups=groups,
                 budgets=budgets,
-                communicators=communicators,
+                communicators=budgets.take_communicators(groups.communicator_bytes),
                 reads=reads,
-            ),
-            updated=held,
-            types=types,
-        )
+                locked=locked,
+            )
+            return Engine(model, settings, updated=held, types=types)
+
+        try:
+            engine = take_over(locked_pages_of(self))
+        except OutOfMemoryError as error:
+            locked = find_locked_pages(self, config, groups, error, stacklevel=3)
+            if locked is None:
+                raise
+            engine = take_over(locked)
         parallelized.start(engine)
         blocks.apply(
             model,

@@ -87,6 +87,9 @@ class EngineSettings:
     """Reservation of that memory in the device budget."""
     extra_dp_size: int = 1
     """Number of copies of the weights that ranks keep in shards."""
+    locked_limit_bytes: int = 0
+    """Host memory that the system page-locks for the device, where that is less than the budget;
+    0: no limit was met."""
 
 
 class Engine(CollectiveCalls):
@@ -349,6 +352,7 @@ class Engine(CollectiveCalls):
             **figures,
             device_link=self.settings.device_link,
             communicator_bytes=self.settings.communicator_bytes,
+            locked_limit_bytes=self.settings.locked_limit_bytes,
             skipped_steps=self.skipped_steps,
             step_skipped=self.step_skipped,
             gradient_norm=self.gradient_norm,

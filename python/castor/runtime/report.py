@@ -190,6 +190,10 @@ class MemoryReport:
     """Device bytes that these updates take of the budget."""
     nvme_engine: str
     """I/O engine of the NVMe tier; empty without one."""
+    locked_limit_bytes: int
+    """Host bytes that the system page-locks for a GPU, where that is less than host_memory: the
+    nvme figures then count payloads in memory that is not page-locked, unless nvme_path was given.
+    0: no limit was met."""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all figures by name; values are those of JSON."""
@@ -280,6 +284,8 @@ def _summary(report: MemoryReport) -> list[tuple[str, str]]:
             f"{report.num_chunks:,} chunks of {size(report.chunk_bytes)}",
         ),
     ]
+    if report.locked_limit_bytes:
+        found.append(("page-locked", f"at most {size(report.locked_limit_bytes)} of host memory"))
     if report.nvme_bytes:
         found.append(
             (
