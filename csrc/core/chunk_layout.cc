@@ -30,12 +30,13 @@ constexpr std::size_t kMaxIds = std::numeric_limits<std::uint32_t>::max();
 
 constexpr std::size_t kNumScalarTypes = 4;
 static_assert(to_string(static_cast<ScalarType>(kNumScalarTypes)) == "unknown");
-constexpr std::size_t kNumClasses = 6 * kNumScalarTypes;
+constexpr std::size_t kNumClasses = 12 * kNumScalarTypes;
 
 // Parameters share a chunk only within a class.
 std::size_t class_of(const ParamSpec& param, bool needed) {
   const std::size_t role = !param.trainable ? 0 : param.has_state ? 1 : 2;
-  return 6 * static_cast<std::size_t>(param.type) + 2 * role + (needed ? 1 : 0);
+  const std::size_t reader = (param.by_row ? 2 : 0) + (needed ? 1 : 0);
+  return 12 * static_cast<std::size_t>(param.type) + 4 * role + reader;
 }
 
 // By some module, on the device. Without modules there is nobody to tell: all are.
@@ -409,6 +410,7 @@ ChunkLayout::ChunkLayout(std::vector<ParamSpec> params, std::vector<ModuleSpec> 
     chunks_[chunk].trainable = params_[i].trainable;
     chunks_[chunk].has_state = params_[i].trainable && params_[i].has_state;
     chunks_[chunk].read_on_host = !needed[i];
+    chunks_[chunk].by_row = params_[i].by_row;
     chunks_[chunk].params.push_back(static_cast<ParamId>(i));
     places_.push_back(
         {static_cast<ChunkId>(chunk), packer.offset_bytes(i) / size_of(params_[i].type)});

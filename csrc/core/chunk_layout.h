@@ -22,6 +22,8 @@ struct ParamSpec {
   /// Whether the update rule updates the parameter and keeps states of it; of no effect where the
   /// parameter is frozen.
   bool has_state = true;
+  /// Whether a pass may read single rows of the parameter on the host, in place of the chunk.
+  bool by_row = false;
 };
 
 /// A module that owns parameters: the unit that must be resident at one time. `parent` is the
@@ -39,7 +41,8 @@ struct ParamPlace {
 };
 
 /// Contiguous block of parameters of one type. All of them are trainable or all frozen, all have
-/// optimizer states or none has, and all are needed on the device by some module or all by none.
+/// optimizer states or none has, all are needed on the device by some module or all by none, and
+/// all are read by the row or none is.
 /// capacity_bytes is the size of a device slot for the chunk. used_bytes (<= capacity_bytes) is the
 /// size of its payloads, up to the end of the last parameter. Both are positive multiples of
 /// world_size * param_alignment, so that equal shards stay aligned.
@@ -48,6 +51,7 @@ struct ChunkSpec {
   bool trainable = true;
   bool has_state = true;      ///< never true of a frozen chunk
   bool read_on_host = false;  ///< whether no module needs it on the device
+  bool by_row = false;        ///< whether passes may read single rows of it on the host
   std::size_t capacity_bytes = 0;
   std::size_t used_bytes = 0;
   std::vector<ParamId> params;
@@ -69,8 +73,8 @@ struct LayoutOptions {
 
 /// Layout of a model in chunks, in execution order. Immutable; safe to read from any thread. Chunks
 /// share one capacity, with two exceptions. A parameter larger than the capacity has a chunk of its
-/// own. The last shared chunk of each class (type, trainable, with states, needed on the device)
-/// ends where its parameters end. Chunk ids ascend with the first parameter of each chunk. A
+/// own. The last shared chunk of each class (type, trainable, with states, needed on the device, by
+/// row) ends where its parameters end. Chunk ids ascend with the first parameter of each chunk. A
 /// parameter of no elements takes no bytes; its offset may be the end of its chunk.
 class ChunkLayout {
  public:

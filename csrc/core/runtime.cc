@@ -384,6 +384,38 @@ bool Runtime::retire(ChunkId chunk) {
   return true;
 }
 
+void Runtime::set_spare(SpareMemory* spare) {
+  const MutexLock lock(mutex_);
+  spare_ = spare;
+}
+
+bool Runtime::begin_rows(std::span<const ChunkId> chunks) {
+  const MutexLock lock(mutex_);
+  if (mode_ != PassMode::kInference || frames_.no_forward()) {
+    return false;
+  }
+  for (const ChunkId chunk : chunks) {
+    if (manager_.placement(chunk) == Placement::kDevice || manager_.pins(chunk) > 0) {
+      return false;
+    }
+  }
+  const CauseScope cause(timeline_, TransferCause::kPlan);
+  for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
+    const ChunkId chunk{static_cast<std::uint32_t>(i)};
+    if (layout_.chunk(chunk).by_row && manager_.residency().in_slot(chunk) &&
+        manager_.pins(chunk) == 0) {
+      manager_.evict(chunk);
+      prefetched_[i] = false;
+    }
+  }
+  return true;
+}
+
+std::size_t Runtime::lasting_bytes() const {
+  const MutexLock lock(mutex_);
+  return fixed_device_bytes_ + manager_.resident_bytes();
+}
+
 void Runtime::all_to_host() {
   const CauseScope cause(timeline_, TransferCause::kStepEnd);
   frames_.release_all();

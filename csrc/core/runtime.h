@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "core/planner.h"
 #include "core/runtime_group.h"
 #include "core/runtime_options.h"
+#include "core/spare_memory.h"
 #include "core/timeline.h"
 #include "core/trace.h"
 
@@ -90,6 +92,17 @@ class Runtime final : public Reclaimer {
   /// Same as ChunkManager::take_copy, and drop_copy.
   void take_copy(ChunkId chunk);
   void drop_copy(ChunkId chunk);
+  /// Makes `spare` give way from now on, where this model or another one of the group needs room;
+  /// nullptr: there is none. Borrowed.
+  void set_spare(SpareMemory* spare);
+  /// Prepares reads of single rows of `chunks` on the host, in the forward under way. Chunks that
+  /// are read by the row leave their slots, if no module has them pinned. Returns false, and
+  /// changes nothing, where the forward prepares a backward or there is none, and where one of
+  /// `chunks` is resident for good or pinned. Rethrows a failure of a copy back.
+  [[nodiscard]] bool begin_rows(std::span<const ChunkId> chunks);
+  /// Returns the device bytes of this model that are never given back between passes: chunks whose
+  /// placement is the device, and resident ones.
+  [[nodiscard]] std::size_t lasting_bytes() const;
   /// Sends a chunk whose gradients are complete to its host storage, with user writes, so that it
   /// can be updated while backward goes on. Returns false, and changes nothing, while the chunk is
   /// pinned.
@@ -177,6 +190,7 @@ class Runtime final : public Reclaimer {
     }
   }
   void others_give_way(std::size_t bytes) CASTOR_REQUIRES(mutex_);
+  bool spare_gives_way(std::size_t bytes) CASTOR_REQUIRES(mutex_);
   void others_end_backward() CASTOR_REQUIRES(mutex_);
   [[nodiscard]] std::size_t kept_by_others() const CASTOR_REQUIRES(mutex_);
   [[nodiscard]] std::size_t needed_by_others() const CASTOR_REQUIRES(mutex_);
@@ -221,6 +235,7 @@ class Runtime final : public Reclaimer {
   ArrivedGradients gradients_ CASTOR_GUARDED_BY(mutex_);
   // Per chunk: fetched ahead, not used yet.
   std::vector<bool> prefetched_ CASTOR_GUARDED_BY(mutex_);
+  SpareMemory* spare_ CASTOR_GUARDED_BY(mutex_) = nullptr;
   const void* thread_ CASTOR_GUARDED_BY(mutex_) = nullptr;  // that runs the model
   std::uint64_t use_counter_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::size_t fixed_device_bytes_ = 0;

@@ -40,11 +40,18 @@ void Runtime::others_give_way(std::size_t bytes) {
 // For another model. It is no pressure of this one's: its plan holds when it goes on.
 void Runtime::give_way(std::size_t bytes) {
   const Ledger& device = manager_.device().ledger();
+  static_cast<void>(spare_gives_way(bytes));
   if (device.available() >= bytes || manager_.slot_bytes() == 0 || !yields()) {
     return;
   }
   const CauseScope cause(timeline_, TransferCause::kPressure);
   static_cast<void>(manager_.make_room(bytes, kNoCap));
+}
+
+// Returns whether anything came free.
+bool Runtime::spare_gives_way(std::size_t bytes) {
+  const std::size_t available = manager_.device().ledger().available();
+  return spare_ != nullptr && available < bytes && spare_->give_up(bytes - available);
 }
 
 bool Runtime::demote_one() {
@@ -114,11 +121,14 @@ void Runtime::bring_in(ChunkId chunk, EventKind kind, ModuleId module) {
   const CauseScope cause(timeline_, TransferCause::kDemand);
   const std::size_t bytes = layout_.chunk(chunk).capacity_bytes;
   bool others_left = false;
+  if (!layout_.chunk(chunk).by_row) {  // else chunks that are read by the row leave first
+    static_cast<void>(spare_gives_way(bytes));
+  }
   // Another thread's allocation may take what was made for this chunk: try until there is nothing
   // to give.
   do {
     while (!make_room(bytes, slot_cap())) {
-      if (!demote_one()) {
+      if (!spare_gives_way(bytes) && !demote_one()) {
         if (std::exchange(others_left, true)) {
           throw_out_of_memory(bytes, place_of(kind, module));
         }
@@ -166,6 +176,7 @@ void Runtime::reclaim(std::size_t bytes) {
 
 void Runtime::reclaim_here(std::size_t bytes) {
   const CauseScope cause(timeline_, TransferCause::kPressure);
+  static_cast<void>(spare_gives_way(bytes));
   press_inference(bytes);
   const std::uint64_t before = manager_.counts().evictions;
   bool fits = make_room(bytes, kNoCap);

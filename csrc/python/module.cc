@@ -142,7 +142,7 @@ RankGroups rank_groups(const std::array<std::string, 3>& names,
 
 std::shared_ptr<Session> create_session(
     std::vector<at::Tensor> params, std::vector<std::string> param_names,
-    const std::vector<bool>& trained, std::vector<bool> ruled,
+    const std::vector<bool>& trained, std::vector<bool> ruled, std::vector<bool> by_row,
     const std::vector<std::optional<ScalarType>>& types,
     const std::vector<PythonModuleSpec>& modules, SessionOptions options, const py::object& backend,
     const std::optional<std::array<std::string, 3>>& groups,
@@ -153,6 +153,7 @@ std::shared_ptr<Session> create_session(
   options.name = std::move(name);
   options.backend = device_backend(backend);
   options.state.ruled = std::move(ruled);
+  options.by_row = std::move(by_row);
   if (groups) {
     options.ranks = without_gil([&] { return rank_groups(*groups, memory_mark, reads); });
     options.layout.world_size = options.ranks->passes->size();
@@ -416,10 +417,10 @@ PYBIND11_MODULE(_C, m) {
   castor::SessionClass session(m, "Session");
   session
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
-           py::arg("trained"), py::arg("ruled"), py::arg("types"), py::arg("modules"),
-           py::arg("options"), py::arg("backend"), py::arg("groups"), py::arg("memory_mark"),
-           py::arg("reads"), py::arg("zero_stage"), py::arg("extra_dp_size"), py::arg("valueless"),
-           py::arg("name"))
+           py::arg("trained"), py::arg("ruled"), py::arg("by_row"), py::arg("types"),
+           py::arg("modules"), py::arg("options"), py::arg("backend"), py::arg("groups"),
+           py::arg("memory_mark"), py::arg("reads"), py::arg("zero_stage"),
+           py::arg("extra_dp_size"), py::arg("valueless"), py::arg("name"))
       .def(
           "turn",
           [](const std::shared_ptr<Session>& self, std::string what, bool runs_backward) {
@@ -484,6 +485,7 @@ PYBIND11_MODULE(_C, m) {
   castor::bind_optimizer_state(session);
   castor::bind_saves(session);
   castor::bind_activation_offload(m);
+  castor::bind_expert_cache(m);
 
   m.def(
       "lockable_bytes",

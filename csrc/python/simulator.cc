@@ -75,10 +75,10 @@ class Simulator {
             const std::vector<PythonModuleSpec>& modules, ScalarType precision,
             std::size_t chunk_bytes, StateFormat state_format, std::size_t num_ranks,
             const std::vector<bool>& ruled, const std::string& rule,
-            const std::vector<bool>& in_fp32)
+            const std::vector<bool>& in_fp32, const std::vector<bool>& by_row)
       : type_(precision),
         rule_(rule_for(rule, type_, state_format)),
-        layout_(param_specs(params, ruled, in_fp32, type_), module_specs(modules),
+        layout_(param_specs(params, ruled, in_fp32, by_row, type_), module_specs(modules),
                 {.chunk_bytes = chunk_bytes,
                  .world_size = num_ranks,
                  .param_alignment = param_alignment(rule_.get(), type_)}) {}
@@ -232,7 +232,8 @@ class Simulator {
   /// whether it is float32 whatever `type` is; empty: none.
   static std::vector<ParamSpec> param_specs(const std::vector<PythonParamSpec>& params,
                                             const std::vector<bool>& ruled,
-                                            const std::vector<bool>& in_fp32, ScalarType type) {
+                                            const std::vector<bool>& in_fp32,
+                                            const std::vector<bool>& by_row, ScalarType type) {
     const auto check = [&](const std::vector<bool>& marks, const std::string& of) {
       if (!marks.empty() && marks.size() != params.size()) {
         throw InvalidArgument("there are " + std::to_string(params.size()) + " parameters and " +
@@ -241,11 +242,12 @@ class Simulator {
     };
     check(ruled, "the rule updates");
     check(in_fp32, "is float32");
+    check(by_row, "is read by the row");
     std::vector<ParamSpec> specs;
     for (const auto& [name, numel, trainable] : params) {
       const std::size_t i = specs.size();
       specs.push_back({name, numel, !in_fp32.empty() && in_fp32[i] ? ScalarType::kFloat32 : type,
-                       trainable, ruled.empty() || ruled[i]});
+                       trainable, ruled.empty() || ruled[i], !by_row.empty() && by_row[i]});
     }
     return specs;
   }
@@ -368,11 +370,11 @@ void bind_simulator(py::module_& m) {
   py::class_<Simulator>(m, "Simulator")
       .def(py::init<const std::vector<PythonParamSpec>&, const std::vector<PythonModuleSpec>&,
                     ScalarType, std::size_t, StateFormat, std::size_t, const std::vector<bool>&,
-                    const std::string&, const std::vector<bool>&>(),
+                    const std::string&, const std::vector<bool>&, const std::vector<bool>&>(),
            py::arg("params"), py::arg("modules"), py::arg("precision"), py::arg("chunk_bytes"),
            py::arg("state_format"), py::arg("num_ranks") = 1,
            py::arg("ruled") = std::vector<bool>(), py::arg("rule") = "adam",
-           py::arg("in_fp32") = std::vector<bool>())
+           py::arg("in_fp32") = std::vector<bool>(), py::arg("by_row") = std::vector<bool>())
       .def("follow", &Simulator::follow, py::arg("params"), py::arg("tell"))
       .def_property_readonly("chunks", &Simulator::chunks)
       .def("places", &Simulator::places, py::arg("options"))

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/chunk_layout.h"
 #include "core/collectives.h"
@@ -29,6 +30,8 @@ struct SessionOptions {
   /// Backend of the device, of this session alone.
   std::shared_ptr<DeviceBackend> backend;
   OptimizerStateOptions state;
+  /// Marks of the parameters of which passes may read single rows (ParamSpec::by_row). Empty: none.
+  std::vector<bool> by_row;
   Overlap overlap = Overlap::kNone;
   /// Number of threads that update, copy and convert; 0: as many as there are cores.
   std::size_t num_threads = 0;

@@ -133,6 +133,9 @@ class ChunkStorages final : public ParamBinder, public AddressFollower {
   void distrust(ParamId param, std::size_t uses);
   /// Notes that an operator that counts no writes has written the parameter.
   void note_write(ParamId param) noexcept;
+  /// Returns whether somebody has written to the chunk since the previous call for it. Requires
+  /// that the chunk is in no slot and not resident: afterwards snapshot() counts from here.
+  [[nodiscard]] bool take_written(ChunkId chunk) noexcept;
   /// Calls `use` for the storages of the chunk's parameters, in no particular order.
   void for_each(ChunkId chunk, const std::function<void(const c10::Storage&)>& use) const;
 
@@ -162,6 +165,7 @@ class ChunkStorages final : public ParamBinder, public AddressFollower {
   mutable Mutex mutex_;  // a thread that moves a chunk points its storages; any thread may
   std::vector<c10::Storage> storages_;                  // per parameter; written under the mutex
   std::vector<std::unique_ptr<StorageWrites>> writes_;  // per chunk; empty before watch()
+  std::vector<bool> written_;  // per chunk: before the last snapshot, after take_written()
   WriteBack on_write_back_;
 };
 

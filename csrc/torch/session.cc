@@ -41,6 +41,9 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          std::span<const ParamId> valueless) {
   const at::NoGradGuard no_grad;
   auto specs = describe(params, std::move(param_names), trained, options.state.ruled, types);
+  for (std::size_t i = 0; i < options.by_row.size(); ++i) {
+    specs.at(i).by_row = options.by_row[i];
+  }
   const UpdateRule* const rule = options.state.rule.get();
   if (const DeviceKernels* const kernels = options.backend->kernels();
       rule != nullptr && kernels != nullptr && !kernels->has(rule->name())) {

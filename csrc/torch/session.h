@@ -131,7 +131,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// parameters to their host storage. The run counts as broken until end_load. States on NVMe that
   /// the load replaces, or that were lost, become zeros.
   void begin_load(RunLoad load);
-  void end_load(RunLoad load) { updates_.loaded(load); }
+  void end_load(RunLoad load);
   /// Lets each rank read again what others keep. Every rank calls it once it has replaced its
   /// weights.
   void share_weights();
@@ -166,6 +166,18 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// borrowed. nullopt: the parameter is resident on the device, or its host storage is not in
   /// memory all the time, or the device is the CPU.
   [[nodiscard]] std::optional<at::Tensor> host_storage(ParamId param);
+  /// Prepares reads of single rows of the chunks' parameters in host storage, until the module that
+  /// reads them is over. Returns false where the chunks have to come to the device instead: outside
+  /// a forward of this thread, in one that prepares a backward, and where parameters have no
+  /// permanent storage on the host. Throws as Runtime::begin_rows, and as ParamMemory::take_up.
+  [[nodiscard]] bool begin_rows(std::span<const ChunkId> chunks);
+  /// Returns whether somebody has written to the chunk's parameters since the last call for that
+  /// chunk. Requires that begin_rows has just returned true for the chunk.
+  [[nodiscard]] bool take_written(ChunkId chunk) { return storages_.take_written(chunk); }
+  /// Returns the parameter, whose storage follows its chunk.
+  [[nodiscard]] const at::Tensor& parameter(ParamId param) const {
+    return params_.at(index(param)).local;
+  }
   /// Returns what the storage holds: "parameter 'x'", "the gradient of parameter 'x'" or such;
   /// empty where it is none of this session's.
   [[nodiscard]] std::string content_of(const void* storage);
@@ -213,6 +225,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void check_requirements() const;
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
   void keep_apart(std::span<const std::shared_ptr<Payload>> weights) const;
+  void note_loaded_rows();
   void check_consistent();     ///< Throws UsageError unless consistent().
   void check_process() const;  ///< Throws UsageError in a forked child.
   /// Returns whether somebody holds another tensor over the chunk's weights or states, which the

@@ -31,6 +31,21 @@ void Session::begin_load(RunLoad load) {
   gradients_.begin_step();
   param_memory_.take_up_all();
   updates_.loading(load);
+  note_loaded_rows();
+}
+
+void Session::end_load(RunLoad load) {
+  note_loaded_rows();
+  updates_.loaded(load);
+}
+
+// A load may write host storage without an operator.
+void Session::note_loaded_rows() {
+  for (const ChunkSpec& chunk : layout().chunks()) {
+    if (chunk.by_row) {
+      storages_.note_write(chunk.params.front());
+    }
+  }
 }
 
 void Session::share_weights() { updates_.share_weights(); }
@@ -104,6 +119,24 @@ std::optional<at::Tensor> Session::host_storage(ParamId param) {
       .strides(geometry.strides)
       .options(at::TensorOptions().dtype(to_torch(layout().param(param).type)))
       .make_tensor();
+}
+
+bool Session::begin_rows(std::span<const ChunkId> chunks) {
+  check_process();
+  if (at::GradMode::is_enabled() || !passes_->mine()) {
+    return false;
+  }
+  memory_.device().follow_stream();
+  for (const ChunkId chunk : chunks) {
+    if (chunks_.stored(chunk)) {
+      return false;
+    }
+    gate_->pass(index(chunk));
+    for (const ParamId param : layout().chunk(chunk).params) {
+      param_memory_.take_up(param);
+    }
+  }
+  return runtime().begin_rows(chunks);
 }
 
 std::string Session::content_of(const void* storage) {

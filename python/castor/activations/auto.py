@@ -304,6 +304,7 @@ def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simul
         ruled=engine.ruled,
         rule=engine.rule.name if engine.rule else "adam",  # which then updates nothing
         in_fp32=[param.dtype == torch.float32 for param in engine.params],
+        by_row=engine.by_row,
     )
 
 

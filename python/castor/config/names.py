@@ -17,6 +17,7 @@ NonFinite = Literal["skip", "raise", "ignore"]
 StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]
 TileLogits = Literal["auto"] | bool | int
 UpdateFraction = Literal["auto"] | float
+GatherExperts = Literal["auto"] | bool
 PipelineStyle = Literal["1f1b", "gpipe", "interleaved", "zbv"]
 PipelinePass = Literal["forward", "backward", "of_inputs", "of_weights"]
 """A pass of a micro-batch in a stage; the last two are the halves of a backward."""

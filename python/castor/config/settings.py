@@ -11,6 +11,7 @@ from castor.config.block_choice import check_activations
 from castor.config.declared import Declared, at_least, check_fraction, names_of, values_of
 from castor.config.names import (
     Activations,
+    GatherExperts,
     NonFinite,
     Overlap,
     PlacementPolicy,
@@ -106,6 +107,11 @@ def _check_tile_logits(value: object, name: str) -> None:
         raise ValueError(f"{name} is {value}; {asked}, at least 1")
 
 
+def _check_gather_experts(value: object, name: str) -> None:
+    if not isinstance(value, bool) and value != "auto":
+        raise ValueError(f"{name} is {value!r}; choose 'auto', True or False")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSettings(Declared):
     """Arguments of all plugins about the optimizer's step."""
@@ -186,6 +192,12 @@ class ChunkSettings(StepSettings, LossScalerConfig):
     host's memory is slower than the link, in steps of few tokens. Same bits for every share. Takes
     up to 48 MiB of device_memory. "auto" follows the times that host and GPU take. For fused
     optimizers; Twin-Flow of ZeRO-Offload++ (DeepSpeed 2023) has the host's share as `ratio`."""
+    gather_experts: Annotated[GatherExperts, _check_gather_experts] = "auto"
+    """Whether passes without gradients fetch the experts that they need, and not the full layer, in
+    mixtures of transformers with one tensor for all experts of a layer that no optimizer steps. A
+    cache of experts takes the device memory that is left. A pass that needs more than half of a
+    layer's experts takes the layer, as training does. Same bits. True raises where the model has no
+    such layer; "auto" does so for one process and the policies "auto" and "cpu"."""
     max_prefetch: Annotated[int, at_least(0)] = 1
     """Number of chunks that may be fetched ahead of their use."""
     warmup_non_model_data_ratio: Annotated[Fraction, _check_room_for_chunks] = 0.8
@@ -406,6 +418,11 @@ class GeminiConfig(GeminiSettings):
         if self.gather_embeddings and self.placement_policy in ("cuda", "static"):
             raise ValueError(
                 "gather_embeddings=True leaves embeddings on the host, and placement_policy="
+                f"{self.placement_policy!r} says itself what is there; use 'auto' or 'cpu'"
+            )
+        if self.gather_experts is True and self.placement_policy in ("cuda", "static"):
+            raise ValueError(
+                "gather_experts=True leaves experts on the host, and placement_policy="
                 f"{self.placement_policy!r} says itself what is there; use 'auto' or 'cpu'"
             )
         if self.keep_fp32 and self.precision == "fp32":

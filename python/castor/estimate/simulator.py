@@ -12,6 +12,7 @@ from castor.config.names import SCALAR_TYPES
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import TraceEvent
 from castor.estimate.workload import Overlap
+from castor.runtime.experts import params_by_row
 from castor.runtime.spec import ModelSpec
 
 
@@ -44,6 +45,7 @@ def lay_out(
         rule=rule,
         num_ranks=num_ranks,
         in_fp32=[param.dtype == torch.float32 for param in spec.params],
+        by_row=params_by_row(spec, [not param.requires_grad for param in spec.params]),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from castor import _C
 from castor.config import GeminiConfig, offloads
-from castor.config.names import SCALAR_TYPES, StateFormat
+from castor.config.names import SCALAR_TYPES, GatherExperts, StateFormat
 from castor.distributed import ParallelGroups
 from castor.errors import IoError
 from castor.plugins.budgets import nvme_bytes
@@ -38,6 +38,21 @@ def _device_fraction(config: GeminiConfig) -> float | None:
     """Returns the fixed share of the updates that run on the device; None: it adapts."""
     fraction = config.device_update_fraction
     return None if fraction == "auto" else float(fraction)
+
+
+def _gather_experts(config: GeminiConfig, groups: ParallelGroups) -> GatherExperts:
+    """Returns the engine's gather_experts.
+
+    Raises:
+        NotImplementedError: It is True, and several ranks train the model.
+    """
+    if config.gather_experts is True and groups.groups:
+        raise NotImplementedError(
+            "gather_experts=True fetches experts from the host storage of one process, and several "
+            "ranks train this model; leave it out"
+        )
+    alone = not groups.groups and config.placement_policy in ("auto", "cpu")
+    return config.gather_experts if alone else False
 
 
 def engine_settings(
@@ -111,6 +126,7 @@ def engine_settings(
         device=torch.device(config.device),
         link_bytes_per_second=config.link_bytes_per_second,
         gather_embeddings=config.gather_embeddings,
+        gather_experts=_gather_experts(config, groups),
         trace_file=None if config.trace_file is None else Path(config.trace_file),
         nvme_directory=config.nvme_paths[0] if config.nvme_paths else None,
         ranks=groups.dp,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor import _C
-from castor.config.names import SCALAR_TYPES, Precision
+from castor.config.names import SCALAR_TYPES, GatherExperts, Precision
 from castor.errors import IoError, UsageError
 from castor.lazy import Materialisation, check_inactive, in_own_pages
 from castor.runtime.block_policy import BlockPolicy
@@ -29,6 +29,7 @@ from castor.runtime.boosted_model import (
 )
 from castor.runtime.collective_calls import CollectiveCalls
 from castor.runtime.device import make_backend
+from castor.runtime.experts import Experts, choose_experts
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook, Replaced, follow, warn_of_late_compiles
@@ -66,6 +67,8 @@ class EngineSettings:
     """CPU device: bandwidth of an emulated link, each way; 0: memory's own bandwidth."""
     gather_embeddings: bool = False
     """Whether embeddings stay in host memory, where forward reads the rows that it looks up."""
+    gather_experts: GatherExperts = False
+    """Whether passes without gradients fetch single experts."""
     trace_file: Path | None = None
     """A trace of this model from an earlier run."""
     nvme_directory: Path | None = None
@@ -208,6 +211,12 @@ class Engine(CollectiveCalls):
         """Per parameter, whether its gradient is in chunks; p.grad of others is torch's own."""
         self.ruled = [held.get(param, False) for param in spec.params]
         """Per parameter, whether the session's rule updates it, with states in chunks."""
+        frozen = [self._updated is None or not trained for trained in self.trained]
+        experts = choose_experts(model, spec, frozen, settings.gather_experts)
+        self.experts = Experts(experts)
+        by_row = {i for position in experts for i in spec.modules[position].params}
+        self.by_row = [i in by_row for i in range(len(spec.params))]
+        """Per parameter, whether passes may read single rows of it, those of experts."""
         if self.ranks:
             without_values = set(lazy.params)
             for param in spec.params:
@@ -218,6 +227,7 @@ class Engine(CollectiveCalls):
             param_names=spec.names,
             trained=self.trained,
             ruled=self.ruled,
+            by_row=self.by_row,
             types=[
                 None if is_packed(param) else scalar_type(self.types.of_param(name))
                 for name, param in zip(spec.names, spec.params, strict=True)
@@ -290,7 +300,7 @@ class Engine(CollectiveCalls):
             model.register_forward_pre_hook(
                 InputCast(input_type(spec, self.types), self.device), with_kwargs=True
             )
-        follow(spec, self.session)
+        follow(spec, self.session, self.experts.start(spec, self.session))
         stored = self.settings.nvme_directory and StoredWeights(self.settings.nvme_directory)
         owning = [m for m in model.modules() if m is model or [*m.parameters(recurse=False)]]
         for module in owning:
@@ -345,6 +355,9 @@ class Engine(CollectiveCalls):
         """Returns the figures so far."""
         figures: dict[str, Any] = dict(self.session.report())
         figures |= asdict(self.logits) | asdict(self.blocks.figures())
+        experts = self.experts.figures()
+        figures |= asdict(experts)
+        figures["h2d_bytes"] += experts.expert_fetched_bytes
         if own := self.ep_group:
             rank, ranks = figures["rank"] * own.size + own.rank, figures["ranks"] * own.size
             figures |= {"rank": rank, "ranks": ranks}

@@ -132,6 +132,14 @@ def compiled_calls(model: nn.Module) -> dict[nn.Module, CompiledCall]:
     }
 
 
+class OwnCall(Protocol):
+    """The call of a module that decides by itself whether castor's hooks run."""
+
+    def unless_by_row(self, hook: Callable[..., None]) -> ModuleHook:
+        """Returns the hook that is registered in place of `hook`."""
+        ...
+
+
 class Handle(Protocol):
     """The handle of a hook."""
 
@@ -140,7 +148,9 @@ class Handle(Protocol):
         ...
 
 
-def follow(spec: ModelSpec, events: _C.StepEvents) -> list[Handle]:
+def follow(
+    spec: ModelSpec, events: _C.StepEvents, own_calls: Mapping[int, OwnCall] | None = None
+) -> list[Handle]:
     """Installs the hooks by which a model's modules report the events of a step.
 
     Every module that owns parameters reports when it is entered and left, and when backward reaches
@@ -150,6 +160,8 @@ def follow(spec: ModelSpec, events: _C.StepEvents) -> list[Handle]:
     Args:
         spec: Description of the model.
         events: Receiver of the events: a session, or a recorder.
+        own_calls: Calls that modules have in place of their own, by position in the spec; they
+            decide whether the module's hooks run. None: there are none.
 
     Returns:
         Handles that remove the hooks.
@@ -160,6 +172,9 @@ def follow(spec: ModelSpec, events: _C.StepEvents) -> list[Handle]:
         module = owner.module
         enter = ModuleHook(events.forward_pre_hook(i, module))
         leave = ModuleHook(events.forward_hook(i, module))
+        own_call = own_calls.get(i) if own_calls else None
+        if own_call:
+            enter, leave = own_call.unless_by_row(enter), own_call.unless_by_row(leave)
         if owner.compiled:
             calls.append(CompiledCall(module, enter, leave))
             continue
@@ -169,7 +184,7 @@ def follow(spec: ModelSpec, events: _C.StepEvents) -> list[Handle]:
         )
         handles.extend(hooks)
         # The model itself is called once a step.
-        if i > 0 and type(module)._call_impl is nn.Module._call_impl:
+        if i > 0 and not own_call and type(module)._call_impl is nn.Module._call_impl:
             handles.append(
                 _DirectCall(module, events.module_call(i, module, *(h.id for h in hooks)))
             )

@@ -8,6 +8,7 @@ from torch import nn
 from castor.runtime.block_policy import BlockPolicy
 from castor.runtime.boosted_model import forget
 from castor.runtime.engine import Engine
+from castor.runtime.experts import ExpertCall
 from castor.runtime.guard import unguard
 from castor.runtime.hooks import CompiledCall, ModuleHook, forget_direct_call
 from castor.runtime.input_cast import InputCast
@@ -54,7 +55,7 @@ def release_model(model: nn.Module, engine: Engine) -> None:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    if isinstance(module._compiled_call_impl, CompiledCall):
+    if isinstance(module._compiled_call_impl, CompiledCall | ExpertCall):
         module._compiled_call_impl.remove()
     forget_direct_call(module)
     for registry in _HOOKS:

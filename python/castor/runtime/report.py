@@ -129,6 +129,14 @@ class MemoryReport:
     mlp_tiles: int
     """activations="auto": number of tiles of these blocks' MLPs, where nothing less fits; 0: "auto"
     has chosen none."""
+    expert_hits: int
+    """gather_experts: number of experts that passes needed and the device had."""
+    expert_misses: int
+    """Number of experts that were fetched by themselves."""
+    expert_fetched_bytes: int
+    """Bytes of these, which are a share of h2d_bytes."""
+    expert_cache_bytes: int
+    """Device bytes that the cache of experts takes now; a share of the non-model data."""
     num_chunks: int
     """Number of chunks of the model."""
     chunk_bytes: int
@@ -334,6 +342,16 @@ def _summary(report: MemoryReport) -> list[tuple[str, str]]:
             "their use",
         )
     )
+    if report.expert_hits or report.expert_misses:
+        share = report.expert_hits / (report.expert_hits + report.expert_misses)
+        found.append(
+            (
+                "experts",
+                f"{report.expert_misses:,} fetched, {size(report.expert_fetched_bytes)}; "
+                f"{share:.0%} of those needed were on the device, in a cache of "
+                f"{size(report.expert_cache_bytes)}",
+            )
+        )
     if report.divergent_steps:
         found.append(("off the plan", f"{report.divergent_steps:,} steps"))
     found += _norm(report)

@@ -1,0 +1,124 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "core/copy_engine.h"
+#include "core/mutex.h"
+#include "core/peaks.h"
+#include "core/spare_memory.h"
+#include "torch/session.h"
+
+namespace castor {
+
+/// Cache, on the device, of single experts of layers that have one tensor for all experts
+/// (docs/design/0059).
+///
+/// Each layer has a number of *places*, and an expert of the layer in each: the expert's rows of
+/// every parameter. A call of the layer brings the experts that it needs and that are not there,
+/// over the ones used least recently. The places of a layer are one tensor for each parameter, so
+/// that the layer's own forward can compute with them.
+///
+/// The memory is torch's, on the account of the model's activations. The layers take what the
+/// budget leaves beside the chunks of all other parameters and the highest non-model memory of the
+/// last two passes. They give it back, layer by layer, where anybody else needs room. A layer whose
+/// share has no room for a call's experts has memory for that call alone.
+///
+/// fetch(), await() and release() are called by the thread whose forward is under way; everything
+/// else by any thread. Shares the session.
+class ExpertCache final : public SpareMemory {
+ public:
+  /// Figures of a run so far, and the bytes that the layers have now.
+  struct Figures {
+    std::uint64_t hits = 0;           ///< experts that a call needed and the cache had
+    std::uint64_t misses = 0;         ///< experts that were copied from the host
+    std::uint64_t fetched_bytes = 0;  ///< bytes of these copies
+    std::size_t cache_bytes = 0;      ///< device bytes of the cache
+  };
+  /// Experts of a call, on the device.
+  struct Rows {
+    /// For each parameter of the layer a tensor [num_places, ...], which is ready after await().
+    std::vector<at::Tensor> params;
+    /// Place of each expert of the call.
+    std::vector<std::int64_t> places;
+    std::int64_t num_places = 0;
+  };
+
+  /// `layers`: parameters of each layer, in order of execution. The first dimension of each
+  /// parameter is the layer's number of experts. Throws InvalidArgument where the parameters of a
+  /// layer differ in that, or are not contiguous.
+  ExpertCache(std::shared_ptr<Session> session, std::vector<std::vector<ParamId>> layers);
+  ~ExpertCache() override;
+  ExpertCache(const ExpertCache&) = delete;
+  ExpertCache& operator=(const ExpertCache&) = delete;
+
+  /// Begins a call of a layer that needs `experts`, which are distinct: begins the copies of those
+  /// that are not on the device. Returns nullopt where the layer's chunks have to come to the
+  /// device instead (Session::begin_rows). Otherwise release() follows. Throws what begin_rows
+  /// throws, and OutOfMemory.
+  [[nodiscard]] std::optional<Rows> fetch(std::size_t layer, std::span<const std::int64_t> experts);
+  /// Makes the current stream wait for the copies of a parameter of the layer, given by its
+  /// position in the layer. Rethrows a copy's failure.
+  void await(std::size_t layer, std::size_t param);
+  /// Ends a call of a layer, after all that it gave the device: the experts stay in the cache.
+  /// Rethrows the failure of a copy that nobody awaited.
+  void release(std::size_t layer);
+  /// Frees the memory of all layers that no call is using.
+  void clear() noexcept;
+  [[nodiscard]] bool give_up(std::size_t bytes) noexcept override;
+  [[nodiscard]] Figures figures() const;
+
+ private:
+  static constexpr std::int64_t kNone = -1;
+  struct Layer {
+    std::vector<ParamId> params;
+    std::vector<ChunkId> chunks;
+    std::vector<std::size_t> row_bytes;  // per parameter
+    std::size_t expert_bytes = 0;
+    std::int64_t num_experts = 0;
+
+    std::vector<c10::Storage> storages;            // per parameter; empty: the layer has no places
+    std::vector<std::int64_t> expert_at;           // per place
+    std::vector<std::int64_t> place_of;            // per expert
+    std::vector<std::uint64_t> used;               // per place: number of the last call
+    std::vector<std::vector<CopyTicket>> tickets;  // per parameter, of the call under way
+    bool in_use = false;
+    bool for_one_call = false;
+    [[nodiscard]] std::int64_t num_places() const {
+      return static_cast<std::int64_t>(expert_at.size());
+    }
+  };
+  using Dropped = std::vector<c10::Storage>;  // freed without the mutex
+
+  [[nodiscard]] std::size_t places_for(const Layer& layer) const;
+  void note_activity(std::size_t layer);
+  void make_places(Layer& layer, std::size_t num_needed);
+  void bring(Layer& layer, std::span<const std::int64_t> experts, Rows& rows)
+      CASTOR_REQUIRES(mutex_);
+  void forget_written(const Layer& layer);
+  static void forget(Layer& layer);
+  void drop(Layer& layer, Dropped& dropped) CASTOR_REQUIRES(mutex_);
+
+  const std::shared_ptr<Session> session_;
+  std::size_t streamed_bytes_ = 0;  // of the chunks that no pass reads by the row
+  std::size_t layers_bytes_ = 0;    // of all experts
+  Peaks::Window nonmodel_;          // since the last call
+  // Of the thread whose forward is under way. Highest non-model bytes beside the cache.
+  std::size_t last_layer_ = 0;
+  std::size_t peak_ = 0;
+  std::size_t previous_peak_ = 0;
+  std::uint64_t num_calls_ = 0;
+
+  mutable Mutex mutex_;  // taken after the runtime's
+  std::vector<Layer> layers_;
+  Figures figures_ CASTOR_GUARDED_BY(mutex_);
+};
+
+}  // namespace castor
