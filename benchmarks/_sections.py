@@ -330,6 +330,26 @@ def generation(record: Record) -> list[str]:
     return parts
 
 
+def experts(record: Record) -> list[str]:
+    link = record["link_bytes_per_second"] / 1e9
+    results = record["results"].items()
+    bars = [bar(title, result["seconds"], i) for i, (title, result) in enumerate(results)]
+    rows = [
+        [
+            title,
+            f"{1e3 * result['seconds']['median']:.1f}",
+            f"{1e3 * result['link_seconds']['median']:.1f}",
+            f"{result['over_link']['median']:.3f}",
+            f"{result['hits']['median']:.0%}",
+        ]
+        for title, result in results
+        if "over_link" in result
+    ]
+    title = f"A token behind a link of {link:g} GB/s, half of the parameters in the budget"
+    headings = ("", "ms a token", "link ms", "token / link", "experts on the device")
+    return [inline(Bars(title=title, unit="s", bars=bars)), table(headings, rows)]
+
+
 def hybrid(record: Record) -> list[str]:
     rows = [
         [
@@ -472,6 +492,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], list[str]]]] = {
     "sweep": ("Device budgets and model sizes", sweep),
     "overlap": ("Overlap behind a slow link", overlap),
     "generation": ("Tokens behind a slow link", generation),
+    "experts": ("Experts behind a slow link", experts),
     "hybrid": ("Whole chunks in spare device memory", hybrid),
     "adam": ("CPU Adam", adam),
     "formats": ("Convergence of the state formats", formats),
