@@ -376,7 +376,7 @@ def _state_format(given: str | None, precision: str) -> StateFormat:
 def plan(
     config: _Config,
     cluster: Annotated[
-        Path, typer.Option(help="YAML or JSON: ranks, their device, and what joins them.")
+        Path, typer.Option(help="YAML or JSON: nodes, ranks_per_node, device, and what joins them.")
     ],
     batch: Annotated[int, typer.Option(help="Samples in a step, of all ranks together.")],
     seq: _Sequence = 1024,

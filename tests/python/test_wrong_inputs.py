@@ -112,7 +112,7 @@ ESTIMATE = [
     (["missing.json", *MACHINE], "missing.json: No such file or directory; give a file"),
     (["broken.json", *MACHINE], "broken.json is not JSON"),
     (["bytes.json", *MACHINE], "it has no 'model_type'"),
-    (["llama.json"], "give them, or a preset: rtx3090, rtx4090"),
+    (["llama.json"], "h100, h200, cpu"),
     (["llama.json", "--preset", "rtx4099"], "unknown preset 'rtx4099'; choose one of rtx3090"),
     (["llama.json", *MACHINE, "--device-memory", "24"], "device_memory is '24', which has no unit"),
     (["llama.json", *MACHINE, "--h2d", "25"], "h2d is '25'; write a bandwidth such as '25GB/s'"),

@@ -202,7 +202,7 @@ def machine(
     if missing:
         raise ValueError(
             f"the machine lacks {', '.join(missing)}; give them, or a preset: "
-            f"{', '.join(preset_names())}"
+            f"{', '.join([*preset_names(), CPU_DEVICE])}"
         )
     given.setdefault("d2h", given["h2d"])
     given.setdefault("device_bandwidth", None)
