@@ -145,7 +145,7 @@ OTHERS = [
     ("convert", ["checkpoint", "out", "--to", "hf", "--tie", "head"], "head"),
     ("convert", ["checkpoint", "out"], "Missing option '--to'"),
     ("io-bench", ["nowhere"], "nowhere"),
-    ("io-bench", [".", "--size", "24"], "file_bytes is '24', which has no unit; write '24GiB'"),
+    ("io-bench", [".", "--size", "24"], "--size is '24', which has no unit; write '24GiB'"),
     ("io-bench", [".", "--block", "4"], "block is '4', which has no unit"),
     ("io-bench", [".", "--engine", "spdk"], "spdk"),
     ("io-bench", [".", "--seconds", "0"], "seconds"),
