@@ -17,17 +17,45 @@ std::size_t mixed(const void* data) noexcept {
 void ChargedAllocations::add(void* data, Charge charge) {
   Shard& shard = shard_of(data);
   const MutexLock lock(shard.mutex);
-  shard.charges.insert(data, std::move(charge));
+  shard.recent.insert(data, std::move(charge), shard.charges);
 }
 
 ChargedAllocations::Charge ChargedAllocations::take(void* data) noexcept {
   Shard& shard = shard_of(data);
   const MutexLock lock(shard.mutex);
-  return shard.charges.take(data);
+  Charge charge;
+  if (!shard.recent.take(data, charge)) {
+    charge = shard.charges.take(data);
+  }
+  return charge;
 }
 
 ChargedAllocations::Shard& ChargedAllocations::shard_of(void* data) noexcept {
   return shards_[mixed(data) % kNumShards];
+}
+
+void ChargedAllocations::Recent::insert(void* data, Charge charge, Table& table) {
+  std::size_t entry = find(nullptr);
+  if (entry == kNumEntries) {
+    table.insert(data_[leaves_next_], charges_[leaves_next_]);
+    entry = std::exchange(leaves_next_, (leaves_next_ + 1) % kNumEntries);
+  }
+  data_[entry] = data;
+  charges_[entry] = std::move(charge);
+}
+
+bool ChargedAllocations::Recent::take(void* data, Charge& charge) noexcept {
+  const std::size_t entry = data == nullptr ? kNumEntries : find(data);
+  if (entry == kNumEntries) {
+    return false;
+  }
+  charge = std::exchange(charges_[entry], {});
+  data_[entry] = nullptr;
+  return true;
+}
+
+std::size_t ChargedAllocations::Recent::find(const void* data) const noexcept {
+  return static_cast<std::size_t>(std::find(data_.begin(), data_.end(), data) - data_.begin());
 }
 
 void ChargedAllocations::Table::insert(void* data, Charge charge) {

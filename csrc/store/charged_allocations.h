@@ -25,7 +25,7 @@ class ChargedAllocations {
   Charge take(void* data) noexcept;
 
  private:
-  static constexpr std::size_t kNumShards = 64;
+  static constexpr std::size_t kNumShards = 16;
 
   /// Charges by address, without a node of its own for each: nodes between tensors would cost
   /// torch's allocations more time than they cost us. Open addressing, at most half full.
@@ -51,8 +51,29 @@ class ChargedAllocations {
     std::vector<Entry> entries_;  // a power of two
     std::size_t size_ = 0;
   };
+
+  /// The latest charges, in the few cache lines that every allocation uses. Most tensors of a step
+  /// are gone before their charge leaves for the table, whose entries are seldom in any cache.
+  class Recent {
+   public:
+    /// Adds a charge. Where there is no room, an earlier one leaves for `table`.
+    void insert(void* data, Charge charge, Table& table);
+    /// Moves the charge of `data` to `charge`. Returns false if it is not here.
+    [[nodiscard]] bool take(void* data, Charge& charge) noexcept;
+
+   private:
+    static constexpr std::size_t kNumEntries = 8;
+
+    /// Returns the entry of `data`, or a free one for nullptr; kNumEntries: there is none.
+    [[nodiscard]] std::size_t find(const void* data) const noexcept;
+
+    std::array<void*, kNumEntries> data_{};  // nullptr: free
+    std::array<Charge, kNumEntries> charges_;
+    std::size_t leaves_next_ = 0;
+  };
   struct Shard {
     Mutex mutex;
+    Recent recent CASTOR_GUARDED_BY(mutex);
     Table charges CASTOR_GUARDED_BY(mutex);
   };
 
