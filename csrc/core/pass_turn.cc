@@ -28,6 +28,25 @@ std::atomic<PassTurn::Look> look_of_waiter{[] {}};
 
 }  // namespace
 
+class PassTurn::Change {
+ public:
+  explicit Change(PassTurn& turn) : turn_(turn) {}
+  ~Change() CASTOR_NOT_ANALYZED { turn_.publish(); }
+  Change(const Change&) = delete;
+  Change& operator=(const Change&) = delete;
+
+ private:
+  PassTurn& turn_;
+};
+
+// The worker before the task: who finds the task sees no worker of an earlier turn.
+void PassTurn::publish() noexcept {
+  owner_.store(thread_, std::memory_order_relaxed);
+  forward_thread_.store(forward_ && tasks_.empty() ? thread_ : 0, std::memory_order_relaxed);
+  worker_.store(workers_.empty() ? 0 : workers_.back(), std::memory_order_relaxed);
+  only_task_.store(tasks_.size() == 1 ? tasks_.front() : kNoTask, std::memory_order_release);
+}
+
 const PassTurn::Thread& PassTurn::this_thread() {
   thread_local const std::shared_ptr<const Thread> thread = [] {
     // Relaxed: only that no two are equal matters.
@@ -91,7 +110,7 @@ bool PassTurn::belongs(const Caller& caller, Origin origin) const noexcept {
 
 bool PassTurn::awaits_step(const Caller& caller, Mode mode) const noexcept {
   return step_due_ && mode == Mode::kInference && caller.task == kNoTask &&
-         caller.thread->number != trainer_;
+         caller.thread->number != trainer_.load(std::memory_order_relaxed);
 }
 
 bool PassTurn::free_for(const Waiter* waiter) const noexcept {
@@ -115,6 +134,7 @@ void PassTurn::release() {
   thread_ = 0;
   alive_.reset();
   workers_.clear();
+  publish();
   wake();
 }
 
@@ -162,7 +182,7 @@ void PassTurn::wait_and_look(MutexLock& lock) CASTOR_NOT_ANALYZED {
 
 void PassTurn::await(MutexLock& lock, const Waiter& waiter, Joined& joined) {
   const Caller& caller = waiter.caller;
-  auto seen = num_events_;
+  auto seen = num_events_.load(std::memory_order_relaxed);
   auto last_event = Clock::now();
   while (!free_for(&waiter)) {
     if (caller.shared && taken() && works_for_owner(caller)) {
@@ -174,8 +194,8 @@ void PassTurn::await(MutexLock& lock, const Waiter& waiter, Joined& joined) {
     }
     wait_and_look(lock);
     forget_the_dead(joined);
-    if (seen != num_events_) {
-      seen = num_events_;
+    if (const auto now = num_events_.load(std::memory_order_relaxed); seen != now) {
+      seen = now;
       last_event = Clock::now();
       continue;
     }
@@ -195,11 +215,11 @@ PassTurn::Joined PassTurn::take(MutexLock& lock, const Caller& caller, Origin or
     if (caller.task == kNoTask) {
       tasks_.clear();  // those whose end is late
     }
-    ++num_events_;
+    count_event();
     return {};
   }
   if (belongs(caller, origin)) {
-    ++num_events_;
+    count_event();
     return {};
   }
   Joined joined;
@@ -215,7 +235,7 @@ PassTurn::Joined PassTurn::take(MutexLock& lock, const Caller& caller, Origin or
     }
     waiting_.erase(place);
   }
-  ++num_events_;
+  count_event();
   ++number_;
   author_ = caller.shared ? origin.thread : caller.thread->number;
   if (!caller.shared) {
@@ -242,19 +262,27 @@ void PassTurn::add_task(const Caller& caller, Joined& joined) {
 }
 
 PassTurn::Joined PassTurn::enter_forward(const Caller& caller, Mode mode) {
+  if (forward_goes_on(caller) &&
+      (mode == Mode::kInference ||
+       trainer_.load(std::memory_order_relaxed) == caller.thread->number)) {
+    count_event();
+    return {};
+  }
   MutexLock lock(mutex_);
+  const Change change(*this);
   Joined joined = take(lock, caller, {}, mode);
   forward_ = true;
   add_task(caller, joined);
   if (mode == Mode::kTraining && !joined.in_task) {
-    trainer_ = caller.thread->number;
+    trainer_.store(caller.thread->number, std::memory_order_relaxed);
   }
   return joined;
 }
 
 void PassTurn::end_forward() {
   const MutexLock lock(mutex_);
-  ++num_events_;
+  const Change change(*this);
+  count_event();
   forward_ = false;
   if (!taken()) {
     release();
@@ -262,7 +290,12 @@ void PassTurn::end_forward() {
 }
 
 PassTurn::Joined PassTurn::join_backward(const Caller& caller, Origin origin) {
+  if (backward_goes_on(caller)) {
+    count_event();
+    return {.in_task = true};
+  }
   MutexLock lock(mutex_);
+  const Change change(*this);
   Joined joined = take(lock, caller, origin, Mode::kTraining);
   add_task(caller, joined);
   if (!taken()) {
@@ -273,7 +306,8 @@ PassTurn::Joined PassTurn::join_backward(const Caller& caller, Origin origin) {
 
 bool PassTurn::end_task(Task task) {
   const MutexLock lock(mutex_);
-  ++num_events_;
+  const Change change(*this);
+  count_event();
   if (std::erase(tasks_, task) > 0 && !taken()) {
     release();
   }
@@ -283,6 +317,7 @@ bool PassTurn::end_task(Task task) {
 PassTurn::Joined PassTurn::enter_section(const Caller& caller, Section kind,
                                          const std::string& what) {
   MutexLock lock(mutex_);
+  const Change change(*this);
   Joined joined = take(lock, caller, {}, Mode::kTraining);
   if (sections_++ == 0) {
     section_ = what;
@@ -294,7 +329,8 @@ PassTurn::Joined PassTurn::enter_section(const Caller& caller, Section kind,
 
 void PassTurn::end_section(Section kind) {
   const MutexLock lock(mutex_);
-  ++num_events_;
+  const Change change(*this);
+  count_event();
   if (sections_ == 0) {
     return;  // its thread was taken for dead
   }
@@ -322,6 +358,9 @@ std::size_t PassTurn::num_waiting() const {
 }
 
 bool PassTurn::mine(const Caller& caller) const {
+  if (!caller.shared && owner_.load(std::memory_order_relaxed) == caller.thread->number) {
+    return true;
+  }
   const MutexLock lock(mutex_);
   return is_owner(caller);
 }

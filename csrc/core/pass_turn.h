@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -26,8 +27,9 @@ namespace castor {
 /// nothing with the model for patience(), or when the waiting thread is the autograd thread that
 /// the owner's backward pass needs. The turn of a thread that has died is over.
 ///
-/// Thread-safe: one mutex, taken once an event, and nothing else is taken while it is held. Owned
-/// by the session, through Passes.
+/// Thread-safe: one mutex, and nothing else is taken while it is held. An event that changes
+/// nothing of the turn does not take it: a module within a forward, a gradient within a backward
+/// pass. Owned by the session, through Passes.
 class PassTurn {
  public:
   using Task = int;
@@ -145,6 +147,22 @@ class PassTurn {
   void add_task(const Caller& caller, Joined& joined) CASTOR_REQUIRES(mutex_);
   void release() CASTOR_REQUIRES(mutex_);
   void wake() CASTOR_REQUIRES(mutex_);
+  /// Returns whether the caller's forward goes on, outside of backward passes. Needs no mutex: none
+  /// but the caller begins its forward, and what another thread ends is not under way.
+  [[nodiscard]] bool forward_goes_on(const Caller& caller) const noexcept {
+    return !caller.shared && caller.task == kNoTask &&
+           forward_thread_.load(std::memory_order_relaxed) == caller.thread->number;
+  }
+  /// Returns whether the caller works for the only backward pass under way, and is known to.
+  [[nodiscard]] bool backward_goes_on(const Caller& caller) const noexcept {
+    return caller.task != kNoTask && only_task_.load(std::memory_order_acquire) == caller.task &&
+           (!caller.shared || worker_.load(std::memory_order_relaxed) == caller.thread->number);
+  }
+  void count_event() noexcept { num_events_.fetch_add(1, std::memory_order_relaxed); }
+  /// Brings what is read without the mutex up to date.
+  void publish() noexcept CASTOR_REQUIRES(mutex_);
+  /// Scope of a change to the turn: publishes it at the end.
+  class Change;
 
   mutable Mutex mutex_;
   std::condition_variable over_;
@@ -162,11 +180,21 @@ class PassTurn {
   std::size_t sections_ CASTOR_GUARDED_BY(mutex_) = 0;
   std::size_t backward_sections_ CASTOR_GUARDED_BY(mutex_) = 0;  // kRunsBackward ones
   std::string section_ CASTOR_GUARDED_BY(mutex_);
-  std::vector<Task> tasks_ CASTOR_GUARDED_BY(mutex_);       // nested ones last
-  std::uint64_t num_events_ CASTOR_GUARDED_BY(mutex_) = 0;  // of all owners
+  std::vector<Task> tasks_ CASTOR_GUARDED_BY(mutex_);  // nested ones last
+  // Of all owners. Relaxed: who waits only asks whether it moves.
+  std::atomic<std::uint64_t> num_events_{0};
+
+  // What events read without the mutex, under which it is written (publish()). A thread finds its
+  // own number, or the task that it works for, only where it, or who handed it the task, has put
+  // that there.
+  std::atomic<std::uint64_t> owner_{0};           // thread_
+  std::atomic<std::uint64_t> forward_thread_{0};  // thread_ while its forward runs without tasks
+  std::atomic<Task> only_task_{kNoTask};          // of tasks_
+  std::atomic<std::uint64_t> worker_{0};          // the last of workers_
 
   bool step_due_ CASTOR_GUARDED_BY(mutex_) = false;
-  std::uint64_t trainer_ CASTOR_GUARDED_BY(mutex_) = 0;  // ran the last training forward
+  // Ran the last training forward; written under the mutex.
+  std::atomic<std::uint64_t> trainer_{0};
 };
 
 }  // namespace castor

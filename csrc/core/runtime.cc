@@ -311,6 +311,7 @@ void Runtime::enter(ModuleId module, PassMode mode) {
   const MutexLock lock(mutex_);
   used_by_this_thread();
   frames_.begin_forward(module);
+  note_frames();
   if (frames_.no_forward()) {
     begin_pass(module, mode);
   }
@@ -318,6 +319,7 @@ void Runtime::enter(ModuleId module, PassMode mode) {
   frames_.enter_forward(module, [&](std::vector<Pin>* pins) CASTOR_REQUIRES(mutex_) {
     acquire(EventKind::kForwardEnter, module, pins);
   });
+  note_frames();
   begin_use(module);
 }
 
@@ -328,6 +330,7 @@ void Runtime::exit(ModuleId module) {
   }
   advance(EventKind::kForwardExit, module);
   frames_.exit_forward(module);
+  note_frames();
   if (frames_.no_forward()) {
     end_pass();
   }
@@ -419,6 +422,7 @@ std::size_t Runtime::lasting_bytes() const {
 void Runtime::all_to_host() {
   const CauseScope cause(timeline_, TransferCause::kStepEnd);
   frames_.release_all();
+  note_frames();
   manager_.move_to_host();
   std::fill(prefetched_.begin(), prefetched_.end(), false);
   forget_round_ahead();
@@ -548,11 +552,6 @@ std::size_t Runtime::step_peak_device_bytes() const {
 TransferCounts Runtime::transfers() const {
   const MutexLock lock(mutex_);
   return manager_.counts();
-}
-
-bool Runtime::idle() const {
-  const MutexLock lock(mutex_);
-  return frames_.no_forward();
 }
 
 }  // namespace castor

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -148,7 +149,7 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] TransferCounts transfers() const;
   [[nodiscard]] std::uint64_t clock_ns() const { return clock_(); }
   /// Returns whether no module is entered.
-  [[nodiscard]] bool idle() const;
+  [[nodiscard]] bool idle() const noexcept { return idle_.load(std::memory_order_acquire); }
 
  private:
   void begin_pass(ModuleId module, PassMode mode) CASTOR_REQUIRES(mutex_);
@@ -197,6 +198,10 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::uint64_t departures() const CASTOR_REQUIRES(mutex_);
   void announce_params(const UpcomingModule& upcoming) CASTOR_REQUIRES(mutex_);
   void all_to_host() CASTOR_REQUIRES(mutex_);
+  /// Brings idle() up to date.
+  void note_frames() noexcept CASTOR_REQUIRES(mutex_) {
+    idle_.store(frames_.no_forward(), std::memory_order_release);
+  }
   void begin_use(ModuleId module) CASTOR_REQUIRES(mutex_);
   void end_use(ModuleId module, Pass pass) CASTOR_REQUIRES(mutex_);
   void learn_from_step() CASTOR_REQUIRES(mutex_);
@@ -230,6 +235,8 @@ class Runtime final : public Reclaimer {
 
   ModuleFrames frames_ CASTOR_GUARDED_BY(mutex_){
       [this](ModuleId module, Pass pass) CASTOR_REQUIRES(mutex_) { end_use(module, pass); }};
+  // Written under the mutex. Release and acquire: who sees the last module left sees what it did.
+  std::atomic<bool> idle_{true};
   // Per parameter: entered modules that own it.
   std::vector<std::uint16_t> uses_ CASTOR_GUARDED_BY(mutex_);
   ArrivedGradients gradients_ CASTOR_GUARDED_BY(mutex_);

@@ -64,15 +64,11 @@ void Updater::update_completed() {
     {
       const MutexLock lock(mutex_);
       updated_[index(chunk)] = true;
+      any_updated_.store(true, std::memory_order_release);
     }
     submit(chunk, updates);
     return true;
   });
-}
-
-bool Updater::any_updated() const {
-  const MutexLock lock(mutex_);
-  return std::find(updated_.begin(), updated_.end(), true) != updated_.end();
 }
 
 void Updater::check_none_updated(const std::string& what) const {
@@ -102,6 +98,7 @@ void Updater::end_step() {
   {
     const MutexLock lock(mutex_);
     std::fill(updated_.begin(), updated_.end(), false);
+    any_updated_.store(false, std::memory_order_release);
   }
   armed_ = {};
   completed_.clear();

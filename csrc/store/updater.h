@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -77,12 +78,17 @@ class Updater {
   void step(const GroupOptions& options, double grad_scale);
   /// Returns whether this step's backward has updated the chunk.
   [[nodiscard]] bool updated(ChunkId chunk) const {
+    if (!any_updated()) {
+      return false;
+    }
     const MutexLock lock(mutex_);
     return updated_[index(chunk)];
   }
   /// Returns whether this step's backward updates what it completes.
   [[nodiscard]] bool armed() const noexcept { return !armed_.groups.empty(); }
-  [[nodiscard]] bool any_updated() const;
+  [[nodiscard]] bool any_updated() const noexcept {
+    return any_updated_.load(std::memory_order_acquire);
+  }
   /// Throws UsageError if backward has updated any chunk: `what` came between backward and step().
   void check_none_updated(const std::string& what) const;
   /// Throws UsageError if backward has updated a chunk that the module needs.
@@ -117,6 +123,9 @@ class Updater {
   mutable Mutex mutex_;             // no other mutex is taken while it is held
   // Per chunk, in this step's backward.
   std::vector<bool> updated_ CASTOR_GUARDED_BY(mutex_);
+  // Whether any is; written under the mutex. Most steps update nothing in backward, and every
+  // module event asks.
+  std::atomic<bool> any_updated_{false};
 };
 
 }  // namespace castor

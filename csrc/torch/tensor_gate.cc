@@ -366,7 +366,7 @@ void TensorGate::close(std::size_t group) {
   if (std::exchange(groups_[group].closed, true)) {
     return;
   }
-  ++num_closed_;
+  num_closed_.fetch_add(1, std::memory_order_relaxed);
   for (const Watched& watched : groups_[group].watched) {
     hold_back(group, watched);
     forbid_while_updated(watched.storage);
@@ -377,14 +377,17 @@ void TensorGate::open_locked(std::size_t group) {
   if (!std::exchange(groups_[group].closed, false)) {
     return;
   }
-  --num_closed_;
   for (const Watched& watched : groups_[group].watched) {
     allow(watched.storage);
   }
   let_go(group);
+  num_closed_.fetch_sub(1, std::memory_order_release);
 }
 
 void TensorGate::open(std::size_t group) {
+  if (num_closed_.load(std::memory_order_acquire) == 0) {
+    return;
+  }
   const MutexLock lock(mutex_);
   open_locked(group);
 }
@@ -427,7 +430,8 @@ TensorGate::Guard TensorGate::pass(std::size_t group, const at::Tensor& tensor, 
 
 void TensorGate::pass_all() {
   const MutexLock lock(mutex_);
-  for (std::size_t group = 0; group < groups_.size() && num_closed_ > 0; ++group) {
+  for (std::size_t group = 0;
+       group < groups_.size() && num_closed_.load(std::memory_order_relaxed) > 0; ++group) {
     pass_locked(group);
   }
 }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -110,7 +111,9 @@ class TensorGate final : public OperatorGate, public std::enable_shared_from_thi
 
   Mutex mutex_;  // held while settle runs, so that nobody closes meanwhile
   std::vector<Group> groups_ CASTOR_GUARDED_BY(mutex_);
-  std::size_t num_closed_ CASTOR_GUARDED_BY(mutex_) = 0;
+  // Groups that are closed, or being opened; written under the mutex. Release and acquire: who sees
+  // none sees all of them open.
+  std::atomic<std::size_t> num_closed_{0};
   const Settle settle_;
   const Reader reader_;
   const Visit visit_;
