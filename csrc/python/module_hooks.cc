@@ -1,6 +1,7 @@
 #include "python/module_hooks.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/SmallVector.h>
 #include <structmember.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -9,7 +10,6 @@
 #include <cstddef>
 #include <exception>
 #include <utility>
-#include <vector>
 
 #include "torch/step_hooks.h"
 
@@ -21,9 +21,11 @@ namespace {
 // Outputs are shallow; the bound stops cycles through objects.
 constexpr int kMaxDepth = 6;
 
-void find_tensors(PyObject* value, int depth, std::vector<at::Tensor>* found);
+using Tensors = c10::SmallVector<at::Tensor, 4>;
 
-void find_in_dict(PyObject* dict, int depth, std::vector<at::Tensor>* found) {
+void find_tensors(PyObject* value, int depth, Tensors* found);
+
+void find_in_dict(PyObject* dict, int depth, Tensors* found) {
   Py_ssize_t position = 0;
   PyObject* item = nullptr;
   while (PyDict_Next(dict, &position, nullptr, &item) != 0) {
@@ -33,7 +35,7 @@ void find_in_dict(PyObject* dict, int depth, std::vector<at::Tensor>* found) {
 
 /// Adds the tensors in what a forward returned: in tuples, lists, dicts, dataclasses and other
 /// objects with a __dict__. `value` is a borrowed reference.
-void find_tensors(PyObject* value, int depth, std::vector<at::Tensor>* found) {
+void find_tensors(PyObject* value, int depth, Tensors* found) {
   if (THPVariable_Check(value)) {
     found->push_back(THPVariable_Unpack(value));
     return;
@@ -77,9 +79,9 @@ struct Followed {
   /// `output`: None where forward has failed.
   void leave(PyObject* output) const {
     if (owns_params && at::GradMode::is_enabled()) {
-      std::vector<at::Tensor> tensors;
+      Tensors tensors;
       find_tensors(output, kMaxDepth, &tensors);
-      watch_backward(events, module, tensors);
+      watch_backward(events, module, {tensors.data(), tensors.size()});
     }
     const bool no_result = output == Py_None;
     const py::gil_scoped_release release;
@@ -132,11 +134,14 @@ const TorchNames& torch_names() {
   return *names;
 }
 
-/// Whether the registry has this hook, and no other. Borrows; raises nothing.
+/// Whether the registry has this hook, and no other. Borrows; raises nothing. Torch keeps a hook
+/// under the very number that its handle has.
 bool only(PyObject* attributes, PyObject* registry, PyObject* hook) {
-  PyObject* const hooks = PyDict_GetItem(attributes, registry);
+  PyObject* const hooks = PyDict_GetItemWithError(attributes, registry);
+  Py_ssize_t position = 0;
+  PyObject* number = nullptr;
   return hooks != nullptr && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) == 1 &&
-         PyDict_GetItem(hooks, hook) != nullptr;
+         PyDict_Next(hooks, &position, &number, nullptr) != 0 && number == hook;
 }
 
 bool empty(PyObject* hooks) {
@@ -150,7 +155,7 @@ bool has_only_our_hooks(const ModuleCall& self, PyObject* attributes, const Torc
     return false;
   }
   for (PyObject* const registry : names.backward) {
-    if (!empty(PyDict_GetItem(attributes, registry))) {
+    if (!empty(PyDict_GetItemWithError(attributes, registry))) {
       return false;
     }
   }

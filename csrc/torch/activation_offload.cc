@@ -115,7 +115,7 @@ std::shared_ptr<ActivationOffload::Saved> ActivationOffload::save(const std::sha
   }
   saved->type_ = tensor.scalar_type();
   saved->offset_ = static_cast<std::size_t>(tensor.storage_offset());
-  saved->geometry_ = {tensor.sizes().vec(), tensor.strides().vec()};
+  saved->geometry_ = {at::DimVector(tensor.sizes()), at::DimVector(tensor.strides())};
   const MutexLock lock(mutex_);
   std::weak_ptr<Moved>& known = pass->by_storage_[tensor.storage().unsafeGetStorageImpl()];
   saved->moved_ = known.lock();

@@ -174,7 +174,7 @@ std::uint32_t version_of(const at::Tensor& tensor) {
 }
 
 ParamGeometry geometry_of(const at::Tensor& tensor) {
-  ParamGeometry geometry{tensor.sizes().vec(), tensor.strides().vec()};
+  ParamGeometry geometry{at::DimVector(tensor.sizes()), at::DimVector(tensor.strides())};
   if (!tensor.is_non_overlapping_and_dense()) {
     std::int64_t stride = 1;
     for (std::size_t i = geometry.sizes.size(); i-- > 0;) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
@@ -29,8 +30,8 @@ namespace castor {
 /// Sizes and strides, in elements, of a parameter in its place in a chunk. Dense layouts keep their
 /// strides.
 struct ParamGeometry {
-  std::vector<std::int64_t> sizes;
-  std::vector<std::int64_t> strides;
+  at::DimVector sizes;
+  at::DimVector strides;
 };
 
 [[nodiscard]] ParamGeometry geometry_of(const at::Tensor& tensor);

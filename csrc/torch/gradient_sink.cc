@@ -255,14 +255,14 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
     shards_->take_copy(chunk, contents_of_copy(chunk));
   }
   const bool kept = others_hold(grad);
-  const std::uint64_t start_ns = runtime_->clock_ns();
+  const std::uint64_t start_ns = leaves_device ? runtime_->clock_ns() : 0;
   if (leaves_device && copies_ && !kept && !stored(chunk) &&
       grad.storage().use_count() <= max_uses && send(param, grad)) {
     gate_->close(group(chunk));
   } else if (!copy_small(gradient.view, grad)) {
     gradient.view.copy_(grad);
   }
-  const std::uint64_t end_ns = runtime_->clock_ns();
+  const std::uint64_t end_ns = leaves_device ? runtime_->clock_ns() : 0;
   if (kept) {
     grad.set_data(gradient.view);
     gradient.view = grad;

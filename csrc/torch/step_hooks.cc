@@ -1,19 +1,20 @@
 #include "torch/step_hooks.h"
 
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
-#include <vector>
 
 #include "torch/torch_error.h"
 
 namespace castor {
 namespace {
 
-/// Shared by the hooks on all outputs of one forward call: the first one to fire in a backward
-/// pass enters the module.
+/// Entry into a module's backward. Belongs to the hook on the function that made the module's
+/// output; the hooks on several functions share one: the first to fire in a backward pass enters
+/// the module.
 class BackwardEntry {
  public:
   BackwardEntry(const std::shared_ptr<StepEvents>& events, ModuleId module)
@@ -38,7 +39,22 @@ class BackwardEntry {
 
 class BackwardHook final : public ::torch::autograd::FunctionPreHook {
  public:
-  explicit BackwardHook(std::shared_ptr<BackwardEntry> entry) : entry_(std::move(entry)) {}
+  BackwardHook(const std::shared_ptr<StepEvents>& events, ModuleId module)
+      : entry_(events, module) {}
+
+  ::torch::autograd::variable_list operator()(
+      const ::torch::autograd::variable_list& grads) override {
+    entry_.fire();
+    return grads;
+  }
+
+ private:
+  BackwardEntry entry_;  // within the hook: most modules have one output
+};
+
+class SharedBackwardHook final : public ::torch::autograd::FunctionPreHook {
+ public:
+  explicit SharedBackwardHook(std::shared_ptr<BackwardEntry> entry) : entry_(std::move(entry)) {}
 
   ::torch::autograd::variable_list operator()(
       const ::torch::autograd::variable_list& grads) override {
@@ -73,7 +89,7 @@ class GradientHook final : public ::torch::autograd::FunctionPostHook {
 
 void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module,
                     std::span<const at::Tensor> outputs) {
-  std::vector<torch_versions::NodePointer> functions;
+  c10::SmallVector<torch_versions::NodePointer, 4> functions;
   for (const at::Tensor& output : outputs) {
     if (auto function = output.grad_fn();
         function && (functions.empty() || functions.back() != function)) {
@@ -83,9 +99,13 @@ void watch_backward(const std::shared_ptr<StepEvents>& events, ModuleId module,
   if (functions.empty()) {
     return;
   }
+  if (functions.size() == 1) {
+    functions.front()->add_tensor_pre_hook(std::make_unique<BackwardHook>(events, module));
+    return;
+  }
   const auto entry = std::make_shared<BackwardEntry>(events, module);
   for (const auto& function : functions) {
-    function->add_tensor_pre_hook(std::make_unique<BackwardHook>(entry));
+    function->add_tensor_pre_hook(std::make_unique<SharedBackwardHook>(entry));
   }
 }
 
