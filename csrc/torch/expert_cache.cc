@@ -97,7 +97,7 @@ std::optional<ExpertCache::Rows> ExpertCache::fetch(std::size_t layer,
   }
   for (std::size_t i = 0; i < own.params.size(); ++i) {
     const at::Tensor& param = session_->parameter(own.params[i]);
-    ParamGeometry geometry{param.sizes().vec(), param.strides().vec()};
+    ParamGeometry geometry{at::DimVector(param.sizes()), at::DimVector(param.strides())};
     geometry.sizes[0] = own.num_places();
     rows.params.push_back(
         tensor_over(own.storages[i], param.scalar_type(), /*offset=*/0, geometry));
