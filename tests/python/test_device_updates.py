@@ -5,7 +5,7 @@ streams run by themselves and dawdle.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,31 @@ def test_streams_of_a_gpu_give_the_same_bits(
     report = boosted.report()
     assert report.device_updated_elements > 0
     assert report.peak_device_bytes <= report.device_budget_bytes
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, nesterov=True),
+        lambda params: castor.optim.Lion(params, lr=1e-3, weight_decay=0.1),
+    ],
+    ids=["sgd", "lion"],
+)
+def test_sgd_and_lion_share_their_updates(
+    simulated: Simulation, make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    settings: dict[str, Any] = {"precision": "bf16", "max_norm": 0.1, **STAY}
+
+    def trained(build: Callable[..., Boosted], **share: Any) -> tuple[Boosted, list[float]]:
+        model = tower()
+        boosted = build(model, optimizer=make(model.parameters()), **settings, **share)
+        return boosted, go_on(boosted, steps=5)
+
+    reference, expected = trained(boost)
+    boosted, losses = trained(simulated.boost, device_update_fraction=0.6)
+    assert losses == expected
+    assert_equal(copies(boosted.model.parameters()), copies(reference.model.parameters()))
+    assert boosted.report().device_updated_elements > 0
 
 
 def test_resident_chunks_are_no_part_of_the_share(simulated: Simulation) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -148,6 +149,29 @@ def test_a_token_fetches_no_layer_and_only_missing_experts() -> None:
     assert after.h2d_bytes - before.h2d_bytes == misses * EXPERT_BYTES
     assert 0 < misses < TOKENS * LAYERS * TOP
     assert after.expert_hits > before.expert_hits
+
+
+def test_a_thread_that_saves_during_a_call_finds_the_parameters() -> None:
+    boosted = boost(seeded(qwen3))
+    experts = boosted.model.model.layers[1].mlp.experts
+    during: list[tuple[Any, Any]] = []
+
+    def look(module: nn.Module, _: Any) -> None:
+        rows = module._parameters.get("down_proj")
+        assert (
+            rows is module._parameters["down_proj"] is dict(module.named_parameters())["down_proj"]
+        )
+        assert module._parameters.get("nothing") is None
+        if not isinstance(rows, nn.Parameter):
+            with ThreadPoolExecutor(1) as pool:
+                during.append((rows, pool.submit(module.state_dict).result()))
+
+    experts.register_forward_pre_hook(look)
+    generate(boosted.model)
+    assert len(during) > 1
+    for rows, saved in during:
+        assert rows.shape[0] <= EXPERTS
+        assert saved["down_proj"].data_ptr() == experts.down_proj.data_ptr()
 
 
 def test_with_room_for_all_experts_each_is_fetched_once() -> None:

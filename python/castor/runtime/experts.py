@@ -208,12 +208,13 @@ class ExpertCall:
         own = module.__dict__["_parameters"]
         try:
             tensors, places, num_places = rows
-            params = _Awaited(zip(self._params, tensors, strict=True), self._cache, self._layer)
+            fetched = dict(zip(self._params, tensors, strict=True))
+            params = _Awaited(own, fetched, self._cache, self._layer)
             if self._implementation(module) == "eager" and places != sorted(places):
                 # A sum over experts in the order of their numbers.
                 select = torch.tensor(places, device=tensors[0].device)
                 compact = {name: params[name].index_select(0, select) for name in self._params}
-                params = _Awaited(compact.items(), self._cache, self._layer)
+                params = _Awaited(own, compact, self._cache, self._layer)
                 places, num_places = list(range(len(places))), len(places)
             args, kwargs = self._at_places(args, kwargs, needed, places)
             self._thread = threading.get_ident()
@@ -266,19 +267,33 @@ class ExpertCall:
 
 
 class _Awaited(dict[str, torch.Tensor]):
-    """Tensors in place of a module's parameters: one is read once its copies have come."""
+    """A module's parameters during a call, whose thread finds the cache's tensors in their place.
 
-    def __init__(self, tensors: Any, cache: _C.ExpertCache, layer: int) -> None:
-        super().__init__(tensors)
-        self._waiting = {name: position for position, name in enumerate(self)}
+    A tensor is read once its copies have come. Other threads find the parameters: one of them may
+    save the model meanwhile.
+    """
+
+    def __init__(
+        self,
+        own: dict[str, nn.Parameter],
+        tensors: dict[str, torch.Tensor],
+        cache: _C.ExpertCache,
+        layer: int,
+    ) -> None:
+        super().__init__(own)
+        self._tensors = tensors
+        self._waiting = {name: position for position, name in enumerate(tensors)}
         self._cache = cache
         self._layer = layer
+        self._thread = threading.get_ident()
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if threading.get_ident() != self._thread or name not in self._tensors:
+            return super().__getitem__(name)
         position = self._waiting.pop(name, None)
         if position is not None:
             self._cache.wait_for(self._layer, position)
-        return super().__getitem__(name)
+        return self._tensors[name]
 
     def _all(self) -> dict[str, torch.Tensor]:
         return {name: self[name] for name in self}
@@ -293,7 +308,10 @@ class _Awaited(dict[str, torch.Tensor]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """Waits for the one."""
-        return self.get(name, default)
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
 
 def _unless_by_row(call: ExpertCall, hook: Callable[..., None], *args: Any) -> None:
