@@ -87,7 +87,8 @@ def preset(name: str, precision: Precision) -> Machine:
     """
     data = _data()
     if name not in data["presets"]:
-        raise ValueError(f"unknown preset {name!r}; choose one of {', '.join(preset_names())}")
+        known = ", ".join([*preset_names(), CPU_DEVICE])
+        raise ValueError(f"unknown preset {name!r}; choose one of {known}")
     entry, sustained = data["presets"][name], data["sustained"]
     host = data["hosts"][entry["host"]]
     link = data["links"][entry["link"]]["bytes_per_second"] * sustained["link"]["value"]
