@@ -25,7 +25,7 @@ SECONDS = 240
 """Longest wait for a command: each imports torch, on cores that others may use."""
 STEPS = 20
 CHANGES = {
-    "max_length: 2048": "max_length: 128",
+    "max_length: 256": "max_length: 128",
     "  epochs: 1 ": f"  max_steps: {STEPS} ",
     "gradient_accumulation: 8": "gradient_accumulation: 1",
     "learning_rate: 2.0e-05": "learning_rate: 1.0e-02",

@@ -86,7 +86,7 @@ def run(folder: Path) -> Path:
         "adapter: full ": "adapter: lora ",
         "epochs: 1 ": f"max_steps: {STEPS} ",
         "gradient_accumulation: 8": "gradient_accumulation: 1",
-        "max_length: 2048": "max_length: 128",
+        "max_length: 256": "max_length: 128",
         "held_out: 0.02": "held_out: 2",
         "precision: bf16": "precision: fp32",
         "  # device_memory: 22GiB": "  device: cpu\n  device_memory: 3MiB",
