@@ -227,6 +227,10 @@ ROWS = (
         ("cases", "GPT-2 42.5M", "results", "castor, on demand", "over_link")),
     Row("generation", "demand fetches behind the first token",
         ("cases", "*", "results", "castor", "demand_fetches"), at_most(0), Unit(digits=0)),
+    Row("experts", "a token of a Qwen3-MoE of 4.9 GB, half of it in the budget, behind 2 GB/s / "
+        "the experts that the cache lacks",
+        ("results", "experts", "over_link"), at_most(1.15)),
+    Row("experts", "tokens a second / those with full layers", ("speedup",), at_least(5)),
     Row("hybrid", "bytes over the link with room for 0, 25, 50 and 100% of all payloads, streamed",
         ("results", "*", "link_bytes_per_step", "streamed"), unit=MB),
     Row("hybrid", "the same, whole chunks in spare memory",
