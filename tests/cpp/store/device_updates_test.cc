@@ -6,10 +6,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -74,6 +77,22 @@ class DeviceUpdatesTest : public ::testing::Test {
     store_->updates->run_all(updates, num_begun);
     EXPECT_EQ(num_begun, kChunks);
   }
+  /// Returns the arrays of the first chunk, for a first step.
+  [[nodiscard]] UpdateSegment first_chunk() const {
+    const ChunkMemory memory = store_->states->in_place(chunk_id(0));
+    const ParamUpdate update = store_->updates->update_of(param_id(0), adam_options(), 1, 1.0);
+    const auto at = [&](PayloadKind kind) {
+      return store_->states->element(memory, param_id(0), kind);
+    };
+    return {.param = at(PayloadKind::kParam),
+            .grad = at(PayloadKind::kGrad),
+            .master = reinterpret_cast<float*>(at(kMasterPayload)),
+            .states = {at(rule_payload(0)), at(rule_payload(1))},
+            .type = store_->layout.param(param_id(0)).type,
+            .numel = kNumel,
+            .coefficients = update.coefficients,
+            .rounding = update.rounding};
+  }
   /// Returns the bytes of all weights and states.
   [[nodiscard]] std::vector<Bytes> contents() const {
     std::vector<Bytes> contents;
@@ -88,6 +107,19 @@ class DeviceUpdatesTest : public ::testing::Test {
 
   std::shared_ptr<const UpdateRule> rule_;
   std::unique_ptr<TestStore> store_;
+};
+
+/// A host that takes longer than any copy of a small chunk.
+class SlowExecutor final : public Executor {
+ public:
+  void parallel_for(std::size_t count, const std::function<void(std::size_t)>& body) override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    inline_.parallel_for(count, body);
+  }
+  [[nodiscard]] std::size_t num_threads() const noexcept override { return 1; }
+
+ private:
+  InlineExecutor inline_;
 };
 
 class DeviceUpdatesBitsTest : public DeviceUpdatesTest,
@@ -152,11 +184,13 @@ TEST_F(DeviceUpdatesTest, ADeviceWithoutAKernelIsRefused) {
 }
 
 TEST_F(DeviceUpdatesTest, AShareThatAdaptsGrowsWhileTheDeviceIsFirst) {
-  make(kFormats[0], DeviceShare{.fraction = 0.02, .adapts = true});
-  for (int number = 1; number <= 200 && store_->device_updates->fraction() < 0.1; ++number) {
-    step(number);
-  }
-  EXPECT_GE(store_->device_updates->fraction(), 0.1);
+  make(kFormats[0], std::nullopt);
+  DeviceUpdates updates(store_->layout, *rule_, store_->device, *store_->device_tier,
+                        {.fraction = 0.02, .adapts = true});
+  const UpdateSegment segment = first_chunk();
+  SlowExecutor executor;
+  updates.update(*rule_, executor, std::span(&segment, 1));
+  EXPECT_GE(updates.fraction(), 0.1);
 }
 
 TEST_F(DeviceUpdatesTest, AShareThatAdaptsFallsWhereTheLinkIsSlow) {
@@ -165,17 +199,7 @@ TEST_F(DeviceUpdatesTest, AShareThatAdaptsFallsWhereTheLinkIsSlow) {
   const ChunkLayout& layout = store_->layout;
   DeviceUpdates updates(layout, *rule_, store_->device, *store_->device_tier,
                         {.fraction = 0.5, .adapts = true});
-  const ChunkMemory memory = store_->states->in_place(chunk_id(0));
-  const ParamUpdate update = store_->updates->update_of(param_id(0), adam_options(), 1, 1.0);
-  const auto at = [&](PayloadKind kind) {
-    return store_->states->element(memory, param_id(0), kind);
-  };
-  UpdateSegment segment{.param = at(PayloadKind::kParam),
-                        .grad = at(PayloadKind::kGrad),
-                        .numel = kNumel,
-                        .coefficients = update.coefficients,
-                        .rounding = update.rounding};
-  segment.states = {at(rule_payload(0)), at(rule_payload(1))};
+  const UpdateSegment segment = first_chunk();
   updates.update(*rule_, store_->executor, std::span(&segment, 1));
   EXPECT_LT(updates.fraction(), 0.3);
 }
@@ -197,19 +221,7 @@ TEST_F(DeviceUpdatesTest, AFailedCopyEndsTheUpdateWithNothingUnderWay) {
                              }});
   DeviceUpdates updates(store_->layout, *rule_, store_->device, *store_->device_tier,
                         {.fraction = 1.0, .adapts = false});
-  const ChunkMemory memory = store_->states->in_place(chunk_id(0));
-  const ParamUpdate update = store_->updates->update_of(param_id(0), adam_options(), 1, 1.0);
-  const auto at = [&](PayloadKind kind) {
-    return store_->states->element(memory, param_id(0), kind);
-  };
-  UpdateSegment segment{.param = at(PayloadKind::kParam),
-                        .grad = at(PayloadKind::kGrad),
-                        .master = reinterpret_cast<float*>(at(kMasterPayload)),
-                        .type = ScalarType::kBFloat16,
-                        .numel = kNumel,
-                        .coefficients = update.coefficients,
-                        .rounding = update.rounding};
-  segment.states = {at(rule_payload(0)), at(rule_payload(1))};
+  const UpdateSegment segment = first_chunk();
   const auto run = [&] { updates.update(*rule_, store_->executor, std::span(&segment, 1)); };
   for (fails = 1; fails <= 5 + 4; ++fails) {  // five arrays go, four come back
     num_copies = 0;
