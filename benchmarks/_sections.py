@@ -304,6 +304,15 @@ def overlap(record: Record) -> list[str]:
     return parts
 
 
+def _token(result: Record) -> list[str]:
+    """Returns the milliseconds of a token and of its link, and their ratio."""
+    return [
+        f"{1e3 * result['seconds']['median']:.1f}",
+        f"{1e3 * result['link_seconds']['median']:.1f}",
+        f"{result['over_link']['median']:.3f}",
+    ]
+
+
 def generation(record: Record) -> list[str]:
     link = record["link_bytes_per_second"] / 1e9
     headings = ("", "ms a token", "link ms", "token / link", "streamed MB", "demand fetches")
@@ -314,9 +323,7 @@ def generation(record: Record) -> list[str]:
         rows = [
             [
                 title,
-                f"{1e3 * result['seconds']['median']:.1f}",
-                f"{1e3 * result['link_seconds']['median']:.1f}",
-                f"{result['over_link']['median']:.3f}",
+                *_token(result),
                 f"{result['streamed_bytes_per_token'] / 1e6:.0f}",
                 str(result["demand_fetches"]),
             ]
@@ -337,9 +344,7 @@ def experts(record: Record) -> list[str]:
     rows = [
         [
             title,
-            f"{1e3 * result['seconds']['median']:.1f}",
-            f"{1e3 * result['link_seconds']['median']:.1f}",
-            f"{result['over_link']['median']:.3f}",
+            *_token(result),
             f"{result['hits']['median']:.0%}",
         ]
         for title, result in results

@@ -129,8 +129,9 @@ class Planner final : private DryRun {
     }
   }
 
-  /// What PlacementPolicy::kCpu lets slots take: what stays while this access computes, what its
-  /// backward uses again after a recomputation, and what prefetching may add.
+  /// Returns the bytes that PlacementPolicy::kCpu lets slots take: of chunks that stay while this
+  /// access computes, of those that a recomputed block's backward uses again, and of those that
+  /// prefetching may add.
   [[nodiscard]] std::size_t held_and_ahead_bytes() const {
     const auto& needed = layout_.chunks_of(plan_.accesses_[now()].module);
     std::size_t bytes = residency().held_bytes();

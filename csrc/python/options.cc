@@ -19,10 +19,6 @@ namespace py = pybind11;
 namespace castor {
 namespace {
 
-/// Share of the updates that the device begins with where the share adapts: what a link of 25 GB/s
-/// and memory of 85 GB/s come to.
-constexpr double kFirstDeviceFraction = 0.4;
-
 template <typename... Enums>
 py::dict names_of() {
   py::dict names;
@@ -80,16 +76,15 @@ void bind_parts(py::module_& module) {
   py::class_<OptimizerStateOptions>(module, "StateOptions")
       .def(py::init([](const std::optional<std::string>& rule, StateFormat state_format,
                        std::optional<NvmeOptions> nvme, double nvme_fraction,
-                       std::optional<double> device_fraction) {
+                       double device_fraction, bool device_fraction_adapts) {
              return OptimizerStateOptions{
                  .rule = rule ? make_update_rule(*rule, state_format) : nullptr,
                  .nvme = std::move(nvme),
                  .nvme_fraction = nvme_fraction,
-                 .device_share = {.fraction = device_fraction.value_or(kFirstDeviceFraction),
-                                  .adapts = !device_fraction}};
+                 .device_share = {.fraction = device_fraction, .adapts = device_fraction_adapts}};
            }),
            py::kw_only(), py::arg("rule"), py::arg("state_format"), py::arg("nvme"),
-           py::arg("nvme_fraction"), py::arg("device_fraction"));
+           py::arg("nvme_fraction"), py::arg("device_fraction"), py::arg("device_fraction_adapts"));
 }
 
 }  // namespace

@@ -8,7 +8,8 @@
 #include <vector>
 
 #include "core/error.h"
-#include "optim/rule_of_type.h"
+#include "core/units.h"
+#include "store/state_store.h"
 
 namespace castor {
 namespace {
@@ -94,8 +95,8 @@ std::vector<UpdateSegment> take_share(const UpdateRule& rule, std::vector<Update
       [](const UpdateSegment& a, const UpdateSegment& b) { return a.numel > b.numel; });
   std::vector<UpdateSegment> taken;
   std::vector<UpdateSegment> left;
+  const std::size_t cut = cut_of(rule);
   for (const UpdateSegment& segment : segments) {
-    const std::size_t cut = cut_of(rule);
     const std::size_t part =
         segment.numel <= wanted ? segment.numel : (wanted + cut / 2) / cut * cut;
     const std::size_t own = std::min(part, segment.numel);
@@ -119,29 +120,18 @@ std::size_t elements_of(std::span<const UpdateSegment> segments) {
   return numel;
 }
 
-/// Returns the bytes of `numel` elements of a chunk in a slot.
-std::size_t slot_bytes_of(const UpdateRule& rule, ScalarType type, std::size_t numel) {
-  const std::size_t master = type == ScalarType::kFloat32 ? 0
-                             : rule.splits_masters()      ? array_bytes(rule, type, 3, numel)
-                                                          : array_bytes(rule, type, 2, numel);
-  std::size_t bytes = 2 * numel * size_of(type) + master;
-  for (const StateSpec& state : rule.states()) {
-    bytes += state.bytes(numel);
-  }
-  return bytes;
-}
-
 std::size_t slot_bytes(const ChunkLayout& layout, const UpdateRule& rule) {
   std::size_t largest = kLeastSlotBytes;
   for (const ChunkSpec& chunk : layout.chunks()) {
     if (chunk.has_state) {
-      const std::size_t numel = chunk.used_bytes / size_of(chunk.type) / layout.world_size();
-      const std::size_t bytes = slot_bytes_of(rule_of_type(rule, chunk.type), chunk.type, numel);
+      std::size_t bytes = 2 * chunk.used_bytes / layout.world_size();  // parameters and gradients
+      for (const PayloadSpec& state : state_payloads(chunk, &rule, layout.world_size())) {
+        bytes += state.bytes;
+      }
       largest = std::max(largest, bytes + kNumArrays * kArrayAlignment);
     }
   }
-  const std::size_t bytes = std::min(largest, DeviceUpdates::kSlotBytes);
-  return (bytes + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment;
+  return align_up(std::min(largest, DeviceUpdates::kSlotBytes), kArrayAlignment);
 }
 
 std::unique_ptr<DeviceLane> make_lane(const SessionDevice& device, const UpdateRule& rule) {
@@ -181,7 +171,7 @@ class DeviceUpdates::Filling {
       }
       const std::span<std::byte> host(arrays[i], bytes);
       const std::span<std::byte> device = slot_.subspan(used_, bytes);
-      used_ += (bytes + kArrayAlignment - 1) / kArrayAlignment * kArrayAlignment;
+      used_ += align_up(bytes, kArrayAlignment);
       arrived_.push_back(lane_.copies().submit({.source = host,
                                                 .target = device,
                                                 .direction = CopyDirection::kHostToDevice,

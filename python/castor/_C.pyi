@@ -52,7 +52,8 @@ class StateOptions:
         state_format: StateFormat,
         nvme: NvmeOptions | None,
         nvme_fraction: float,
-        device_fraction: float | None,
+        device_fraction: float,
+        device_fraction_adapts: bool,
     ) -> None: ...
 
 class Reservation: ...

@@ -74,7 +74,12 @@ def test_an_engine_needs_no_plugin() -> None:
         ),
         budgets=_C.SharedBudgets(device_bytes=8 * MIB, host_bytes=8 * MIB, nvme_bytes=MIB),
         state=_C.StateOptions(
-            rule=None, state_format="fp32", nvme=None, nvme_fraction=0.0, device_fraction=0.0
+            rule=None,
+            state_format="fp32",
+            nvme=None,
+            nvme_fraction=0.0,
+            device_fraction=0.0,
+            device_fraction_adapts=False,
         ),
         overlap="none",
         num_threads=0,

@@ -359,7 +359,8 @@ def test_a_full_queue_says_when_to_come_again(model: InferenceModel) -> None:
         create()
 
 
-def test_clients_take_turns_and_each_comes_in_its_order() -> None:
+def held_turns(enter: list[Turn[str]]) -> tuple[Turns[str], threading.Event, list[str]]:
+    """Returns turns that `enter` waits for, the event that lets them go, and the work done."""
     done: list[str] = []
     go = threading.Event()
 
@@ -368,12 +369,17 @@ def test_clients_take_turns_and_each_comes_in_its_order() -> None:
         done.append(turn.work)
 
     turns = Turns(compute, max_waiting=9)
-    enter = [Turn(client=one[0], work=one) for one in
-             ("a0", "a1", "a2", "a3", "a4", "b0", "b1", "c0", "a5", "c1")]  # fmt: skip
     turns.enter(enter[0])
     wait_for(lambda: turns._current is enter[0])
     for turn in enter[1:]:
         turns.enter(turn)
+    return turns, go, done
+
+
+def test_clients_take_turns_and_each_comes_in_its_order() -> None:
+    enter = [Turn(client=one[0], work=one) for one in
+             ("a0", "a1", "a2", "a3", "a4", "b0", "b1", "c0", "a5", "c1")]  # fmt: skip
+    turns, go, done = held_turns(enter)
     with pytest.raises(QueueFullError, match="9 requests are waiting"):
         turns.enter(Turn(client="d", work="d0"))
     turns.leave(enter[3])
@@ -387,20 +393,9 @@ def test_clients_take_turns_and_each_comes_in_its_order() -> None:
 
 
 def test_users_of_a_client_take_turns_within_its_turns() -> None:
-    done: list[str] = []
-    go = threading.Event()
-
-    def compute(turn: Turn[str]) -> None:
-        go.wait(30)
-        done.append(turn.work)
-
-    turns = Turns(compute, max_waiting=9)
     enter = [Turn(client=one[0], user=one[1], work=one) for one in
              ("gx0", "gx1", "gx2", "gy0", "gz0", "gy1", "h-0", "h-1", "gw0")]  # fmt: skip
-    turns.enter(enter[0])
-    wait_for(lambda: turns._current is enter[0])
-    for turn in enter[1:]:
-        turns.enter(turn)
+    turns, go, done = held_turns(enter)
     turns.leave(enter[-1])
     go.set()
     wait_for(lambda: len(done) == 8)

@@ -27,7 +27,7 @@ from castor.activations.block_ranks import BlockRanks
 from castor.activations.choices import Choice, Decisions, best_for_all, search
 from castor.activations.offload import offloading
 from castor.config import SCALAR_TYPES, GeminiConfig
-from castor.config.names import UpdateFraction
+from castor.config.settings import first_update_fraction
 from castor.runtime.engine import Engine
 from castor.runtime.spec import ModelSpec
 
@@ -336,7 +336,7 @@ def _options(
         "d2h_bytes_per_second": float(link),
         "dram_bytes_per_second": dram,
         "update_bytes_per_second": 0.0,
-        "device_update_fraction": _device_fraction(config.device_update_fraction),
+        "device_update_fraction": first_update_fraction(config.device_update_fraction),
         "device_memory_bytes_per_second": 10 * dram if on_gpu else dram,
         "parameter_copies": copies,
         "gradient_copies": copies,
@@ -345,11 +345,6 @@ def _options(
         "num_ranks": num_ranks,
         "with_norm": config.max_norm > 0 or config.nonfinite != "ignore",
     }
-
-
-def _device_fraction(asked: UpdateFraction) -> float:
-    """Returns the share of the updates that the device is taken to run."""
-    return 0.4 if asked == "auto" else float(asked)
 
 
 def _link_of(device: torch.device, config: GeminiConfig) -> float:

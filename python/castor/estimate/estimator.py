@@ -17,6 +17,7 @@ from castor.activations.block_profile import Events, Link, spans_of
 from castor.activations.choices import Choice, Decisions, search
 from castor.config import StateFormat
 from castor.config.names import SCALAR_TYPES
+from castor.config.settings import first_update_fraction
 from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.adapters import add_adapters
 from castor.estimate.machine import Machine
@@ -97,10 +98,6 @@ class Estimate:
         for name in ("busy_s", "parameters", "trained_parameters", "flops", "remedies"):
             del figures[name]
         return figures
-
-
-_FIRST_SHARE = 0.4
-"""Share of the updates on the device while other choices are searched for, with "auto"."""
 
 
 def lowest(function: Callable[[float], float]) -> float:
@@ -249,7 +246,7 @@ class Estimator:
             overlap=self.workload.overlap,
             max_prefetch=self.workload.max_prefetch,
             margin_ratio=margin_ratio,
-            device_update_fraction=_FIRST_SHARE if share == "auto" else share,
+            device_update_fraction=first_update_fraction(share),
         )
 
         num_blocks = self._blocks.num_blocks if self._blocks else 0

@@ -9,6 +9,7 @@ import torch
 from castor import _C
 from castor.config import GeminiConfig, offloads
 from castor.config.names import SCALAR_TYPES, GatherExperts, StateFormat
+from castor.config.settings import first_update_fraction
 from castor.distributed import ParallelGroups
 from castor.errors import IoError
 from castor.plugins.budgets import nvme_bytes
@@ -32,12 +33,6 @@ def _of_rank(directory: Path, groups: ParallelGroups) -> Path:
         what = f"the directory of rank {groups.rank} cannot be made: {error.strerror}"
         raise IoError(error.errno, what, str(own)) from error
     return own
-
-
-def _device_fraction(config: GeminiConfig) -> float | None:
-    """Returns the fixed share of the updates that run on the device; None: it adapts."""
-    fraction = config.device_update_fraction
-    return None if fraction == "auto" else float(fraction)
 
 
 def _gather_experts(config: GeminiConfig, groups: ParallelGroups) -> GatherExperts:
@@ -114,7 +109,8 @@ def engine_settings(
             rule=rule.name if rule else None,
             nvme=nvme if config.nvme_paths or pageable else None,
             nvme_fraction=config.nvme_offload_fraction or 0.0,
-            device_fraction=_device_fraction(config) if rule else 0.0,
+            device_fraction=first_update_fraction(config.device_update_fraction) if rule else 0.0,
+            device_fraction_adapts=config.device_update_fraction == "auto" and rule is not None,
         ),
         overlap=config.overlap if rule else "none",
         num_threads=groups.share_of_cores(),

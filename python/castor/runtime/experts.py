@@ -197,6 +197,10 @@ class ExpertCall:
         """Whether this thread is in a call that computes with the cache."""
         return self._thread == threading.get_ident()
 
+    def wait_for(self, position: int) -> None:
+        """Waits for the copies of the module's parameter at that position."""
+        self._cache.wait_for(self._layer, position)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of the module's forward, between all hooks that it has."""
         module = self._owner()
@@ -207,17 +211,17 @@ class ExpertCall:
             return module._call_impl(*args, **kwargs)
         own = module.__dict__["_parameters"]
         try:
+            self._thread = threading.get_ident()
             tensors, places, num_places = rows
             fetched = dict(zip(self._params, tensors, strict=True))
-            params = _Awaited(own, fetched, self._cache, self._layer)
+            params = _Awaited(own, fetched, self)
             if self._implementation(module) == "eager" and places != sorted(places):
                 # A sum over experts in the order of their numbers.
                 select = torch.tensor(places, device=tensors[0].device)
                 compact = {name: params[name].index_select(0, select) for name in self._params}
-                params = _Awaited(own, compact, self._cache, self._layer)
+                params = _Awaited(own, compact, self)
                 places, num_places = list(range(len(places))), len(places)
             args, kwargs = self._at_places(args, kwargs, needed, places)
-            self._thread = threading.get_ident()
             module.__dict__["_parameters"] = params
             module.num_experts = num_places  # type: ignore[assignment]
             return module._call_impl(*args, **kwargs)
@@ -274,25 +278,19 @@ class _Awaited(dict[str, torch.Tensor]):
     """
 
     def __init__(
-        self,
-        own: dict[str, nn.Parameter],
-        tensors: dict[str, torch.Tensor],
-        cache: _C.ExpertCache,
-        layer: int,
+        self, own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor], call: ExpertCall
     ) -> None:
         super().__init__(own)
         self._tensors = tensors
         self._waiting = {name: position for position, name in enumerate(tensors)}
-        self._cache = cache
-        self._layer = layer
-        self._thread = threading.get_ident()
+        self._call = call
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if threading.get_ident() != self._thread or name not in self._tensors:
+        if not self._call.by_row or name not in self._tensors:
             return super().__getitem__(name)
         position = self._waiting.pop(name, None)
         if position is not None:
-            self._cache.wait_for(self._layer, position)
+            self._call.wait_for(position)
         return self._tensors[name]
 
     def _all(self) -> dict[str, torch.Tensor]:
