@@ -82,6 +82,23 @@ BackwardReductions::Progress BackwardReductions::wait_for_others(
   return moved ? Progress::kMade : Progress::kNone;
 }
 
+bool BackwardReductions::wait_for_next() {
+  std::optional<ChunkId> next;
+  {
+    const MutexLock lock(mutex_);
+    rethrow_failure();
+    const auto complete = [this](ChunkId chunk)
+                              CASTOR_REQUIRES(mutex_) { return state(chunk) == State::kComplete; };
+    if (const auto found = std::ranges::find_if(order_, complete); found != order_.end()) {
+      next = *found;
+    }
+  }
+  if (next) {
+    wait(*next);
+  }
+  return next.has_value();
+}
+
 std::vector<bool> BackwardReductions::end_pass() {
   {
     const MutexLock lock(mutex_);

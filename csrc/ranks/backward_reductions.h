@@ -27,7 +27,7 @@ namespace castor {
 /// it skipped an expert. The chunk is then left to the end of the pass. So no rank waits for one
 /// that does other things, and all ranks reduce the same chunks.
 ///
-/// One thread at a time calls complete(), wait() and end_pass(). After a failure, which they
+/// One thread at a time calls complete(), the waits and end_pass(). After a failure, which they
 /// rethrow, nothing is reduced any more.
 class BackwardReductions {
  public:
@@ -54,6 +54,9 @@ class BackwardReductions {
   /// Waits for the other ranks to take a chunk that is next and complete here. Returns whether they
   /// took it; kNobodysTurn at once where there is no such chunk, and so nobody to wait for.
   [[nodiscard]] Progress wait_for_others(std::chrono::milliseconds patience);
+  /// Waits until the next completed chunk has been reduced or is left to the end of the pass,
+  /// however late the other ranks are. Returns false at once where no completed chunk is left.
+  [[nodiscard]] bool wait_for_next();
   /// Returns the number of completed chunks that have not been taken.
   [[nodiscard]] std::size_t num_waiting() const {
     const MutexLock lock(mutex_);

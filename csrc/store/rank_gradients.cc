@@ -89,6 +89,20 @@ void RankGradients::arriving(ChunkId chunk, OperatorGate& gate) {
   }
   gate.pass(gradient_group(layout_, chunk));  // the last update may still read what it will hide
   gradients_.leave_to_holders(chunk);
+  for (bool waited = true; waited;) {
+    try {
+      begin_copy(chunk);
+      return;
+    } catch (const OutOfMemory&) {
+      waited = reductions_->wait_for_next();
+      if (!waited) {
+        throw;
+      }
+    }
+  }
+}
+
+void RankGradients::begin_copy(ChunkId chunk) {
   if (!sharded(chunk) && copied_as_block(chunk)) {
     gradients_.payload(chunk)->take_copy(gradients_.seen(chunk) ? Payload::CopyContents::kStorage
                                                                 : Payload::CopyContents::kZeros);

@@ -29,7 +29,8 @@ namespace castor {
 /// If ranks share the host storage of gradients, a chunk is reduced beside backward as soon as
 /// every rank has completed it (ZeRO-2, Rajbhandari et al. 2020, section 5.2, over chunks). Until
 /// then this rank has a full copy of its own, which the host's budget pays for. When a few chunks
-/// wait for slower ranks, backward waits as well, but not for long: then it may take more copies.
+/// wait for slower ranks, backward waits as well, but not for long: then it takes more copies while
+/// the host has room for them, and where it has none, waits until the others free one.
 ///
 /// The same holds if each rank keeps its shard of the mean (GradientShards).
 ///
@@ -51,7 +52,8 @@ class RankGradients {
   /// Sets whether the passes that follow are synchronised at their end; returns whether those
   /// before were.
   bool synchronise(bool on) noexcept { return std::exchange(synchronised_, on); }
-  /// Prepares for a gradient that is about to go into the chunk's payload. Throws OutOfMemory.
+  /// Prepares for a gradient that is about to go into the chunk's payload. Throws OutOfMemory where
+  /// the host has no room for a copy although no other copy waits to be reduced.
   /// Throws Error where the gradient is added to shards of a rank that is gone.
   void arriving(ChunkId chunk, OperatorGate& gate);
   /// Prepares for somebody else who is about to write the chunk's gradients. Throws OutOfMemory.
@@ -97,6 +99,8 @@ class RankGradients {
   }
   // Takes this rank's full copy of a chunk's gradients.
   void take_copy(ChunkId chunk);
+  // Takes the copy that the chunk's first gradient of a pass goes into.
+  void begin_copy(ChunkId chunk);
   [[nodiscard]] bool has_copy(ChunkId chunk);  // in shared host storage; not for shards
   // Returns whether copies of shared host storage are blocks (Payload::take_copy), and no pages.
   [[nodiscard]] bool copied_as_block(ChunkId chunk) const {
