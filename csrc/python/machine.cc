@@ -87,6 +87,15 @@ double in_place(std::size_t num_floats, std::size_t repetitions) {
                             repetitions);
 }
 
+double adam(std::size_t num_params, std::size_t repetitions, std::size_t num_threads) {
+  const std::size_t num_floats = 4 * num_params;
+  MemoryTier host(TierKind::kHost, num_floats * sizeof(float), make_host_arena());
+  const Block block = host.allocate(num_floats * sizeof(float), "");
+  const std::unique_ptr<Executor> executor = make_executor(num_threads);
+  return adam_bandwidth(*executor, {reinterpret_cast<float*>(block.data()), num_floats},
+                        repetitions);
+}
+
 /// Bytes copied per second, each counted once: what the CPU device's link does at best.
 double copy_bandwidth(std::size_t num_bytes, std::size_t repetitions) {
   if (num_bytes == 0 || repetitions == 0) {
@@ -128,6 +137,8 @@ void bind_machine(py::module_& module) {
       .def_property_readonly("seconds", &PreferredThread::seconds);
   module.def("in_place_bandwidth", &in_place, py::arg("num_floats"), py::arg("repetitions"),
              released);
+  module.def("adam_bandwidth", &adam, py::arg("num_params"), py::arg("repetitions"),
+             py::arg("num_threads") = 0, released);
   module.def("copy_bandwidth", &copy_bandwidth, py::arg("num_bytes"), py::arg("repetitions"),
              released);
 }

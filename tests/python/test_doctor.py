@@ -52,6 +52,8 @@ GOOD = Facts(
     may_exceed_memlock=False,
     measured_bytes=512 << 20,
     dram_bytes_per_second=28e9,
+    adam_bytes_per_second=25.2e9,
+    half_adam_bytes_per_second=20e9,
     copy_bytes_per_second=14e9,
     gpu_h2d_bytes_per_second=50e9,
     locked_bytes=8 << 30,
@@ -87,10 +89,10 @@ def finding(name: str, **changes: object) -> Finding:
 def test_nothing_is_to_change_on_a_good_machine() -> None:
     found = doctor.findings(GOOD)
     assert [finding.name for finding in found if finding.change] == []
-    assert len({finding.name for finding in found}) == len(found) == 14
+    assert len({finding.name for finding in found}) == len(found) == 15
     with_nvme = doctor.findings(replace(GOOD, nvme=NVME))
     assert [finding.name for finding in with_nvme if finding.change] == []
-    assert len(with_nvme) == 16
+    assert len(with_nvme) == 17
 
 
 @pytest.mark.parametrize(
@@ -127,6 +129,13 @@ def test_nothing_is_to_change_on_a_good_machine() -> None:
             "2.0 GiB for the GPU of 8.0",
             "memlock",
         ),
+        (
+            "Adam",
+            {"adam_bytes_per_second": 14e9, "half_adam_bytes_per_second": 7e9},
+            "50% of DRAM",
+            "bound by its cores, so give the process more",
+        ),
+        ("Adam", {"adam_bytes_per_second": 14e9}, "50% of DRAM", "more cores would not help"),
         ("link", {"gpu_d2h_bytes_per_second": 6e9}, "6.0 GB/s back", "pcie.link.width"),
         ("NVMe path", {"nvme": BUFFERED}, "(buffered: tmpfs)", "page cache"),
         ("NVMe path", {"nvme": SMALL}, "30.0 GiB free", "available (120.0 GiB)"),
@@ -153,7 +162,13 @@ def test_finding_says_what_costs_speed_and_what_to_change(
         ("huge pages", {"huge_pages": None}, "no transparent huge pages"),
         ("memlock limit", {"memlock_bytes": 8 << 20, "may_exceed_memlock": True}, "CAP_IPC_LOCK"),
         ("memlock limit", {"memlock_bytes": 64 << 20}, "64 MiB"),
-        ("DRAM bandwidth", {}, "28.0 GB/s updating 512 MiB in place: fp32 Adam can update 1000 M"),
+        ("DRAM bandwidth", {}, "28.0 GB/s updating 512 MiB in place"),
+        (
+            "Adam",
+            {},
+            "25.2 GB/s in fp32, 900 M parameters a second, 90% of DRAM; 20.0 GB/s on 8 of",
+        ),
+        ("Adam", {"half_adam_bytes_per_second": None}, "900 M parameters a second, 90% of DRAM"),
         ("link", {"gpu_h2d_bytes_per_second": None}, "host copy 14.0 GB/s"),
         ("link", {}, "GPU 50.0 GB/s to it and 49.0 GB/s back"),
         ("NVMe path", {"nvme": NVME}, "(O_DIRECT), 900.0 GiB free, io_uring of depth 16"),
@@ -182,7 +197,7 @@ def test_output_shows_every_finding_and_counts_those_to_change() -> None:
         assert f"{found.name} " in shown
     assert "mmap [red]" in shown
     assert shown.count("\nchange ") == 1
-    assert shown.endswith("castor doctor: 1 of 14 findings can be improved\n")
+    assert shown.endswith("castor doctor: 1 of 15 findings can be improved\n")
 
 
 def test_json_holds_all_facts_and_findings() -> None:
@@ -261,6 +276,7 @@ def test_command_runs_for_real_in_time_and_without_warnings() -> None:
     assert done.stderr == ""
     facts = json.loads(done.stdout)["facts"]
     assert facts["dram_bytes_per_second"] > 1e8
+    assert facts["adam_bytes_per_second"] > 1e8
     assert facts["copy_bytes_per_second"] > 1e8
     assert 1 <= facts["num_usable_cpus"] <= facts["num_cpus"]
     assert seconds < 20

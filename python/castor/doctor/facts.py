@@ -112,6 +112,10 @@ class Facts:
     """Size of the arrays that the bandwidths were measured with."""
     dram_bytes_per_second: float
     """In-place update on every core, reads and writes counted."""
+    adam_bytes_per_second: float
+    """The fp32 Adam of the host on every core, `ADAM_BYTES_PER_PARAM` for each parameter."""
+    half_adam_bytes_per_second: float | None
+    """The same on half of the cores; None where there is only one."""
     copy_bytes_per_second: float
     """Copy between host and CPU device, each byte counted once."""
     gpu_h2d_bytes_per_second: float | None
@@ -142,6 +146,7 @@ def gather(*, nvme: str | os.PathLike[str] | None = None, nproc: int | None = No
     size = max(_LEAST_BYTES, min(_MEASURED_BYTES, memory.available_bytes // _MEMORY_SHARE))
     nodes = _C.numa_nodes()
     usable = usable_bytes(memory.available_bytes)
+    cores = len(os.sched_getaffinity(0))
     tried = min(_TRIED_LOCKED_BYTES, usable)
     has_gpu_module = importlib.util.find_spec("castor._cuda") is not None
     locked = None
@@ -163,7 +168,7 @@ def gather(*, nvme: str | os.PathLike[str] | None = None, nproc: int | None = No
         architecture=platform.machine(),
         adam_isa=_C.adam_isa(),
         num_cpus=os.cpu_count() or 1,
-        num_usable_cpus=len(os.sched_getaffinity(0)),
+        num_usable_cpus=cores,
         cpu_quota=cpu_quota(),
         torch_threads=torch.get_num_threads(),
         load=load,
@@ -182,6 +187,10 @@ def gather(*, nvme: str | os.PathLike[str] | None = None, nproc: int | None = No
         may_exceed_memlock=_has_capability(_CAP_IPC_LOCK),
         measured_bytes=size,
         dram_bytes_per_second=_C.in_place_bandwidth(size // 4, _REPETITIONS),
+        adam_bytes_per_second=_C.adam_bandwidth(size // 16, _REPETITIONS),
+        half_adam_bytes_per_second=None
+        if cores == 1
+        else _C.adam_bandwidth(size // 16, _REPETITIONS, num_threads=cores // 2),
         copy_bytes_per_second=_C.copy_bandwidth(size // 2, _REPETITIONS),
         gpu_h2d_bytes_per_second=h2d,
         gpu_d2h_bytes_per_second=d2h,

@@ -23,6 +23,10 @@ _RAISE_MEMLOCK = (
 )
 SLOW_NVME = 1e9
 """Mixed bytes per second; a device on two lanes of PCIe 3.0 gives more."""
+CORES_BOUND = 0.7
+"""Share of DRAM's bandwidth below which something else bounds Adam."""
+MORE_CORES_HELP = 1.3
+"""Speed on all cores by that on half of them from which the cores are the bound."""
 BUSY = 0.5
 """Load by usable core from which measured figures are those of a shared machine."""
 
@@ -261,12 +265,36 @@ def _locked(locked_bytes: int, tried_bytes: int) -> Finding:
 
 def _dram(facts: Facts) -> Finding:
     rate = facts.dram_bytes_per_second
-    params = rate / ADAM_BYTES_PER_PARAM
-    value = (
-        f"{rate / 1e9:.1f} GB/s updating {facts.measured_bytes >> 20} MiB in place: fp32 Adam can "
-        f"update {params / 1e6:.0f} M parameters a second"
-    )
+    value = f"{rate / 1e9:.1f} GB/s updating {facts.measured_bytes >> 20} MiB in place"
     return Finding(name="DRAM bandwidth", value=value)
+
+
+def _adam(facts: Facts) -> Finding:
+    rate, half, dram = (
+        facts.adam_bytes_per_second,
+        facts.half_adam_bytes_per_second,
+        facts.dram_bytes_per_second,
+    )
+    value = (
+        f"{rate / 1e9:.1f} GB/s in fp32, {rate / ADAM_BYTES_PER_PARAM / 1e6:.0f} M parameters a "
+        f"second, {rate / dram:.0%} of DRAM"
+    )
+    cores = facts.num_usable_cpus // 2
+    if half is not None:
+        value += f"; {half / 1e9:.1f} GB/s on {cores} of {facts.num_usable_cpus} cores"
+    change = None
+    if rate < CORES_BOUND * dram:
+        scales = half is not None and rate > MORE_CORES_HELP * half
+        change = "the host's memory could feed Adam faster: " + (
+            "it is bound by its cores, so give the process more of them"
+            if scales
+            else "more cores would not help; look at the lines of load, huge pages and NUMA nodes"
+        )
+        change += (
+            f'. On a GPU device_update_fraction="auto" shares the update with it: castor estimate '
+            f"--updates {rate / 1e9:.0f}GB/s --device-update-fraction auto tells what that gives"
+        )
+    return Finding(name="Adam", value=value, change=change)
 
 
 def _link(facts: Facts) -> Finding:
@@ -357,5 +385,6 @@ _EXAMINATIONS: tuple[Callable[[Facts], Finding], ...] = (
     _io_uring,
     _memlock,
     _dram,
+    _adam,
     _link,
 )

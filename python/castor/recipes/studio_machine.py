@@ -37,6 +37,7 @@ def measured_options() -> list[str]:
         "--host-memory": f"{config.host_bytes // 2**20}MiB",
         "--h2d": f"{link / 1e9:.1f}GB/s",
         "--dram": f"{facts.dram_bytes_per_second / 1e9:.1f}GB/s",
+        "--updates": f"{facts.adam_bytes_per_second / 1e9:.1f}GB/s",
         "--flops": f"{flops / 1e12:.3f}T",
         "--precision": "bf16" if gpu else "fp32",
     }
