@@ -105,7 +105,7 @@ def _class_of(transformers: ModuleType, document: dict[str, Any], config: Any) -
             raise ValueError(f"this transformers has no architecture {names[0]!r}")
         return found
     mapping = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) not in mapping.keys():  # noqa: SIM118 (a lazy mapping, not a dict)
+    if type(config) not in mapping:
         raise ValueError(
             f"the config names no 'architectures', and model type {document['model_type']!r} has "
             "no causal language model; add 'architectures'"
