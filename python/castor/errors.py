@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import linecache
+import re
+import sysconfig
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -44,6 +46,11 @@ _CASTOR, _TORCH = (str(Path(str(file)).parent) for file in (__file__, torch.__fi
 _OF_MODULES = str(torch.nn.modules.module.__file__)
 _BETWEEN = tuple(f"{_TORCH}/{name}" for name in ("_ops.py", "_compile.py", "_dynamo/"))
 """Files of torch that pass a call on."""
+_PASS_ON = re.compile(
+    rf"{re.escape(sysconfig.get_path('stdlib'))}/(?!site-packages|dist-packages)"
+    r"|<frozen |.*/(typer|click)/"
+)
+"""Files of Python's library and of command lines, which pass calls on too: threads, contexts."""
 _LONGEST = 60
 
 
@@ -117,7 +124,7 @@ def _asker(trace: TracebackType | None) -> str:
     that a module needs is fetched by a hook, which names the module already.
     """
     frames = [(frame.f_code, tb.tb_lasti, tb.tb_lineno) for frame, tb in _walk(trace)]
-    while frames and frames[-1][0].co_filename.startswith((_CASTOR, *_BETWEEN)):
+    while frames and _passes_on(frames[-1][0].co_filename):
         frames.pop()
     if not frames or frames[-1][0].co_filename == _OF_MODULES:
         return ""
@@ -128,6 +135,10 @@ def _asker(trace: TracebackType | None) -> str:
     if code.co_filename.startswith(_TORCH) and own:
         text += f", called in {own[-1][0].co_name} ({_place(own[-1][0], own[-1][2])})"
     return text
+
+
+def _passes_on(file: str) -> bool:
+    return file.startswith((_CASTOR, *_BETWEEN)) or _PASS_ON.match(file) is not None
 
 
 def _walk(trace: TracebackType | None) -> list[tuple[FrameType, TracebackType]]:

@@ -1,5 +1,6 @@
 """Bytes: what counts, the budget at every moment, and running out."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -300,3 +301,16 @@ def test_an_error_in_backward_names_the_operation() -> None:
     said = r"Asked for by .*run_backward .*\. In ExpBackward0, outside any module: chunks in use"
     with pytest.raises(castor.OutOfMemoryError, match=said):
         loss.backward()
+
+
+def test_a_thread_that_boosts_is_not_named_as_what_asked() -> None:
+    model = tower()
+    optimizer = torch.optim.AdamW(model.parameters())
+    booster = castor.Booster(
+        castor.GeminiPlugin(device="cpu", device_memory="1MiB", host_memory="1KiB")
+    )
+    with ThreadPoolExecutor() as pool:
+        refused = pool.submit(booster.boost, model, optimizer).exception()
+    assert isinstance(refused, castor.OutOfMemoryError)
+    assert "Asked for by" not in str(refused)
+    assert "host_memory" in str(refused)

@@ -116,6 +116,28 @@ def test_training_again_goes_on_with_the_same_boosted_model(tmp_path: Path) -> N
     assert run.castor.report(run.model).steps == 2 * STEPS  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_model_that_another_plugin_boosted_is_refused(
+    with_optimizer: bool, tmp_path: Path
+) -> None:
+    def run(loops: castor.GeminiPlugin) -> Trainer:
+        own = model()
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+        castor.Booster(plugin()).boost(own, optimizer)
+        return integration.trainer(Trainer, loops)(
+            model=own,
+            args=arguments(tmp_path, max_steps=1),
+            train_dataset=Tokens(),
+            optimizers=(optimizer if with_optimizer else None, None),
+        )
+
+    run(plugin()).train()  # the same settings
+    with pytest.raises(
+        castor.UsageError, match=r"chunk_bytes='16KiB', not '32KiB'.*leave boosting"
+    ):
+        run(plugin(chunk_bytes="32KiB")).train()
+
+
 def test_callbacks_a_subclass_and_an_optimizer_of_the_users_own(tmp_path: Path) -> None:
     seen: list[float] = []
 

@@ -76,6 +76,7 @@ def accelerator(base: type[AnyAccelerator], plugin: GeminiPlugin) -> type[AnyAcc
         UsageError: `base` is no Accelerator, or plugin and loop would both do the same.
     """
     made = _derived(base, lambda *_: plugin)
+    made._castor_plugin = plugin
     check_plugin(plugin, _CLIPS)
     return made
 
@@ -268,6 +269,8 @@ class _OnCastor(OnCastor):
     def _boost(self, optimizers: list[Optimizer], models: list[nn.Module]) -> None:
         """Boosts the models of those that are not boosted yet, each with all that it has here."""
         new = [own for own in map(unwrapped, optimizers) if not boosted(own)]
+        for known in models:
+            self._check_boosted(known)
         while new:
             model = _model_of(new[0], models)
             if model is None:

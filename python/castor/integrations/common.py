@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
-from castor.booster import Booster
+from castor.booster import Booster, booster_of
 from castor.config import LossScalerConfig
 from castor.errors import OutOfMemoryError, UsageError
 from castor.integrations.later_optimizers import join_or_replace
@@ -35,9 +36,22 @@ class OnCastor:
     castor: Booster
     _castor_plugin_for: Callable[..., GeminiPlugin]
     """Makes the plugin of what the framework was asked for."""
+    _castor_plugin: GeminiPlugin | None = None
+    """The plugin that a script gave; None where castor run chose it."""
 
     def _boost_with(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        self._check_boosted(model)
         boost(self.castor, model, optimizers)
+
+    def _check_boosted(self, model: nn.Module) -> None:
+        """Lets a loop train a model that is boosted already, with the plugin that it was given.
+
+        Raises:
+            UsageError: Another plugin boosted it, so that the loop's would count for nothing.
+        """
+        known = boosted_around(model)
+        if known is not None and self._castor_plugin is not None:
+            _check_boosted_with(self._castor_plugin, known)
 
     @property
     def _super(self) -> Any:
@@ -71,6 +85,27 @@ def boost(booster: Booster, model: nn.Module, optimizers: Sequence[Optimizer]) -
     if isinstance(model, CalledBySubmodules):
         model.follow_calls()
     OnCastor.castor_has_trained |= bool(optimizers)
+
+
+def _check_boosted_with(plugin: GeminiPlugin, model: nn.Module) -> None:
+    its = booster_of(model).plugin
+    if its is plugin:
+        return
+    differ = ["another kind of plugin"]
+    if isinstance(its, GeminiPlugin):
+        asked, had = plugin.arguments, its.arguments
+        names = [field.name for field in fields(had)]
+        differ = [
+            f"{name}={getattr(had, name)!r}, not {getattr(asked, name)!r}"
+            for name in names
+            if getattr(had, name) != getattr(asked, name)
+        ]
+    if differ:
+        raise UsageError(
+            f"the {type(model).__name__} is boosted already, with other settings than this loop's "
+            f"plugin has ({'; '.join(differ)}): give the loop the plugin that boosted it, or leave "
+            "boosting to the loop"
+        )
 
 
 def check_class(base: Any, known: type, does: str) -> None:

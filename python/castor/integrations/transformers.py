@@ -68,6 +68,7 @@ def trainer(base: type[AnyTrainer], plugin: GeminiPlugin) -> type[AnyTrainer]:
         UsageError: `base` is no Trainer, or plugin and Trainer would both do the same.
     """
     made = _derived(base, lambda _: plugin)
+    made._castor_plugin = plugin  # type: ignore[attr-defined]
     check_plugin(plugin, _CLIPS)
     return made
 
@@ -148,7 +149,9 @@ class _OnCastor(OnCastor):
         """The Trainer's optimizer, boosted with its model."""
         optimizer = self._super.create_optimizer(model)
         own = unwrapped(optimizer)
-        if not boosted(own):
+        if boosted(own):
+            self._check_boosted(self.model)
+        else:
             self._boost_with(self.model, own)
         return optimizer
 

@@ -67,6 +67,7 @@ class GeminiPlugin:
 
     def _resolve(self, arguments: GeminiArguments) -> None:
         """Makes the settings of arguments on this machine."""
+        self.arguments = arguments
         placed = self._place(
             arguments.device,
             size_of(arguments, "device_memory"),
