@@ -110,7 +110,7 @@ def _lines(source: Source) -> list[str]:
         speed += f" (median of the last {RECENT_STEPS}), {rate[0]:,.0f} {rate[1]}{ranks}"
     waited, step = source.waited_ns(), max(1, source.step.end_ns)
     lines = [
-        f"{source.model}: {memory.steps:,} steps {speed}",
+        f"{source.model}: {_steps(memory.steps)} {speed}",
         f"  device: at most {size(memory.peak_device_bytes)} of a budget of "
         f"{size(memory.device_budget_bytes)}",
         f"  host:   {size(memory.host_bytes)} of {size(memory.host_budget_bytes)}"
@@ -119,11 +119,15 @@ def _lines(source: Source) -> list[str]:
         "computing hid",
     ]
     if memory.skipped_steps:
-        lines.append(f"  {memory.skipped_steps:,} steps were skipped: a gradient was not finite")
+        lines.append(f"  {_steps(memory.skipped_steps)} skipped: a gradient was not finite")
     return lines
 
 
 def _of_torch(boosted: BoostedModel) -> str:
     report = boosted.report()
     trained_by = getattr(report, "trained_by", "torch's own classes")
-    return f"a model that {trained_by} trains, without a budget: {report.steps:,} steps"
+    return f"a model that {trained_by} trains, without a budget: {_steps(report.steps)}"
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"
