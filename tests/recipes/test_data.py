@@ -182,7 +182,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("a.json", '[{"text": "a"},\n{"text": "b"', r"a\.json, line 2: the file is no JSON"),
-        ("a.json", '[{"text": "a"}]\nx', r"a\.json, line 1: 'x' follows the end of the array"),
+        ("a.json", '[{"text": "a"}]\nx', r"a\.json, line 2: 'x' follows the end of the array"),
         ("a.jsonl", "", "has no rows"),
         ("a.jsonl", '\n{"mesages": 1}', r"a\.jsonl, line 2: the keys \(mesages\)"),
         ("a.jsonl", "[1]\n[2]", "has no row that is an object with keys"),
@@ -196,6 +196,30 @@ def test_files_that_cannot_be_read_are_named(
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=said):
         load(str(tmp_path / name))
+
+
+def test_an_array_is_read_row_by_row_and_names_the_line_of_a_broken_one(tmp_path: Path) -> None:
+    rows: list[Any] = [
+        {"text": 'brackets ]}[{, "quotes" and a backslash \\'},
+        {"text": "nested", "more": [[1, {"a": []}], {}]},
+        {"text": "letters: \u00e4 \U0001f600"},
+    ]
+    path = tmp_path / "a.json"
+    for indent, ascii_alone in ((None, True), (None, False), (2, False)):
+        path.write_text(json.dumps(rows, indent=indent, ensure_ascii=ascii_alone), "utf-8")
+        (source,) = load(str(path))
+        assert [row for _, row in source.read(source.rows[:], 0)] == rows
+    (source,) = load(str(path))
+    assert [place.rpartition(", ")[2] for place, _ in source.read(source.rows[:], 0)] == [
+        "line 2", "line 5", "line 17",
+    ]  # fmt: skip
+    path.write_text('[{"text": "a"},\n\n {"text":\n "b"; },\n{"text": "c"}]\n')
+    data = DataSection(train=str(path), held_out=0, broken_rows="skip")
+    found = prepare(data, tokenizer(), method="pretrain")
+    assert found.outcomes == {Outcome.KEPT: 2, Outcome.BROKEN: 1}
+    assert found.broken == (
+        f"{path}, line 3: the row is no JSON: Expecting ',' delimiter at character 5 of its line 2",
+    )
 
 
 def test_names_of_nothing(tmp_path: Path) -> None:
@@ -303,7 +327,7 @@ def test_broken_rows_are_refused_or_counted_with_file_and_line(tmp_path: Path) -
     good = json.dumps({"messages": [QUESTION, ANSWER]})
     path.write_text(f'{good}\n\n{{"messages": [\n \n{good}\n{{"text": "a"}}\n')
     data = DataSection(train=str(path), held_out=0)
-    with pytest.raises(ValueError, match=r"chats\.jsonl, line 3: the line is no JSON: Expecting"):
+    with pytest.raises(ValueError, match=r"chats\.jsonl, line 3: the row is no JSON: Expecting"):
         prepare(data, words, method="sft")
     found = prepare(data.model_copy(update={"broken_rows": "skip"}), words, method="sft")
     assert found.outcomes == {Outcome.KEPT: 2, Outcome.BROKEN: 2, Outcome.BLANK: 1}

@@ -1,7 +1,7 @@
 """Finds the rows of a recipe's data: files, folders and names of the Hugging Face hub.
 
-JSON Lines and text files are not copied: their rows are the places of their lines, and a line is
-read when it is tokenised. Tables (CSV, Parquet, Arrow, the hub's data sets) are memory-mapped from
+Files of JSON and text are not copied: their rows are places in them, and a row is read when it is
+tokenised. Tables (CSV, Parquet, Arrow, the hub's data sets) are memory-mapped from
 the cache of the datasets library (HF_DATASETS_CACHE).
 """
 
@@ -11,6 +11,7 @@ import codecs
 import json
 import mmap
 import re
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 from datasets.table import InMemoryTable
@@ -31,6 +33,9 @@ _ROWS = (".jsonl", ".ndjson", ".json", ".txt")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BLOCK = 1 << 24
 """Bytes that are read at once to find lines, and to hash a file."""
+_MARKS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
+"""Strings of JSON, and the signs that end or begin a value."""
+_BLANK = re.compile(rb"[ \t\r\n]*")
 
 Reader = Callable[[dict[str, list[Any]], int], list[tuple[str, Any]]]
 """Reads a batch of places, the first of which has the given number: each row's place and content.
@@ -150,19 +155,85 @@ def _begins_with(path: Path, mark: bytes) -> bool:
         return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(mark)
 
 
-def _lines(path: Path) -> Source:
-    """Opens a file that has a row in each line that is not blank."""
-    breaks, size = list[Any](), path.stat().st_size
+def _line_ends(path: Path) -> npt.NDArray[np.int64]:
+    """Returns the offset of each line break of a file, and the file's size."""
+    breaks, begin = list[npt.NDArray[np.int64]](), 0
     with path.open("rb") as file:
-        begin = 0
         while block := file.read(_BLOCK):
             breaks.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + begin)
             begin += len(block)
-    ends = np.concatenate([*breaks, np.asarray([size])]).astype(np.int64)
+    return np.concatenate([*breaks, [begin]])
+
+
+def _lines(path: Path) -> Source:
+    """Opens a file that has a row in each line that is not blank."""
+    ends = _line_ends(path)
     begins = np.concatenate(([0], ends[:-1] + 1))
     kept = ends > begins
-    columns = {"begin": begins[kept], "end": ends[kept], "line": np.flatnonzero(kept) + 1}
-    content = _text_line if path.suffix == ".txt" else _json_line
+    content = _text_line if path.suffix == ".txt" else _json_row
+    return _of_places(path, begins[kept], ends[kept], np.flatnonzero(kept) + 1, content)
+
+
+def _array(path: Path) -> Source:
+    """Opens a file that is one array of JSON. Its rows are found by brackets, commas and strings.
+
+    Raises:
+        ValueError: The array has no end, or something follows it.
+    """
+    depth, begin, ends = 0, 0, _line_ends(path)
+    places = array("q")  # begin and end of each row
+
+    def line(at: int) -> int:
+        return int(np.searchsorted(ends, at)) + 1
+
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for found in _MARKS.finditer(data):
+            mark = found[0]
+            if mark in b"[{":
+                depth += 1
+            elif mark in b"]}":
+                depth -= 1
+            if mark == b"[" and depth == 1:
+                begin = _first(data, found.end())
+            elif (mark == b"," and depth == 1) or (mark in b"]}" and depth == 0):
+                if found.start() > begin:
+                    places.extend((begin, found.start()))
+                begin = _first(data, found.end())
+                if depth == 0:
+                    break
+        if depth > 0:
+            raise ValueError(
+                f"{path}, line {line(begin)}: the file is no JSON: it ends within row "
+                f"{len(places) // 2 + 1}, which begins here"
+            )
+        if rest := data[begin:].strip():
+            raise ValueError(f"{path}, line {line(begin)}: {rest[:20].decode(errors='replace')!r} "
+                             "follows the end of the array")  # fmt: skip
+    begins, lasts = np.asarray(places).reshape(-1, 2).T
+    return _of_places(path, begins, lasts, np.searchsorted(ends, begins) + 1, _json_row)
+
+
+def _first(data: mmap.mmap, at: int) -> int:
+    """Returns the place of the first character from `at` on that is not blank."""
+    return _BLANK.match(data, at).end()  # type: ignore[union-attr] # it matches nothing too
+
+
+def _of_places(
+    path: Path,
+    begins: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    lines: npt.NDArray[np.int64],
+    content: Callable[[bytes], Any],
+) -> Source:
+    """Opens a file whose rows lie between given offsets.
+
+    Args:
+        path: The file.
+        begins: Offset of each row's first byte.
+        ends: Offset behind each row's last byte.
+        lines: Number of the line in which each row begins, from 1.
+        content: Reads a row of its bytes.
+    """
     opened: list[mmap.mmap] = []
 
     def read(places: dict[str, list[Any]], first: int) -> list[tuple[str, Any]]:
@@ -177,17 +248,18 @@ def _lines(path: Path) -> Source:
             found.append((f"{path}, line {line}", content(bare) if bare else None))
         return found
 
-    key = _hash(path)
+    columns, key = {"begin": begins, "end": ends, "line": lines}, _hash(path)
     return Source(str(path), in_memory(columns, key), key, read)
 
 
-def _json_line(line: bytes) -> Any:
+def _json_row(row: bytes) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(row)
     except json.JSONDecodeError as error:
-        return BrokenRowError(f"the line is no JSON: {error.msg} at character {error.pos + 1}")
+        line = f" of its line {error.lineno}" if error.lineno > 1 else ""
+        return BrokenRowError(f"the row is no JSON: {error.msg} at character {error.colno}{line}")
     except (UnicodeDecodeError, RecursionError) as error:
-        return BrokenRowError(f"the line is no JSON: {error}")
+        return BrokenRowError(f"the row is no JSON: {error}")
 
 
 def _text_line(line: bytes) -> Any:
@@ -195,38 +267,6 @@ def _text_line(line: bytes) -> Any:
         return {"text": line.decode()}
     except UnicodeDecodeError as error:
         return BrokenRowError(f"the line is no UTF-8: {error}")
-
-
-def _array(path: Path) -> Source:
-    """Opens a file that is one array of JSON. It is loaded whole."""
-    text = path.read_text(encoding="utf-8-sig")
-    decoder, blank = json.JSONDecoder(), re.compile(r"[\s,]*")
-    rows, lines = list[str](), list[int]()
-    at, line, seen = text.index("[") + 1, 1, 0
-    while True:
-        at = blank.match(text, at).end()  # type: ignore[union-attr] # it matches nothing too
-        line, seen = line + text.count("\n", seen, at), at
-        if text.startswith("]", at):
-            if rest := text[at + 1 :].strip():
-                raise ValueError(f"{path}, line {line}: {rest[:20]!r} follows the end of the array")
-            break
-        try:
-            _, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {error.lineno}: the file is no JSON: {error.msg} at column "
-                f"{error.colno}; row {len(rows) + 1} begins in line {line}"
-            ) from None
-        rows.append(text[at:end])
-        lines.append(line)
-        at = end
-
-    def read(places: dict[str, list[Any]], first: int) -> list[tuple[str, Any]]:
-        pairs = zip(places["json"], places["line"], strict=True)
-        return [(f"{path}, line {line}", json.loads(row)) for row, line in pairs]
-
-    key = _hash(path)
-    return Source(str(path), in_memory({"json": rows, "line": lines}, key), key, read)
 
 
 def _table(name: str, table: Any, key: str | None = None) -> Source:
