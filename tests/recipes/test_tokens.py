@@ -1,6 +1,7 @@
 """Loss masks against masks by hand, over random conversations and chat templates."""
 
 import random
+from typing import Any
 
 import pytest
 from transformers import ByT5Tokenizer
@@ -148,6 +149,27 @@ def test_tokenizers_that_merge_without_offsets_are_refused_by_name() -> None:
     (found,) = tokenizing([("abc", [(1, 3)], False)])
     assert isinstance(found, BrokenRowError)
     assert "(Merging) has no character offsets and merges tokens across character 1" in str(found)
+
+
+def test_ids_are_those_of_a_call_of_the_tokenizer() -> None:
+    words, choice = tokenizer(CHATML), random.Random(0)
+    words.backend_tokenizer.enable_truncation(3)  # as a tokenizer.json may say
+    words.backend_tokenizer.enable_padding()
+    texts = ["", "a", "<|im_end|> within", "".join(choice.choices("why s\n", k=40))]
+    tokenizing = Tokenizing(words, None, loss_on="all")
+    for spans in ([(0, 1)], None):  # with offsets and without
+        rows = [(text, spans or [(0, len(text))], False) for text in texts]
+        found = [one.ids for one in tokenizing(rows) if isinstance(one, Tokens)]
+        assert found == words(texts, add_special_tokens=False)["input_ids"]
+
+    class Shouting(type(words)):  # type: ignore[misc]
+        def __call__(self, text: Any, **options: Any) -> Any:
+            return super().__call__([one.upper() for one in text], **options)
+
+    words.__class__ = Shouting
+    (found_own,) = Tokenizing(words, None, loss_on="all")([("why", [(0, 3)], False)])
+    assert isinstance(found_own, Tokens)
+    assert found_own.ids == words(["why"], add_special_tokens=False)["input_ids"][0]
 
 
 def test_a_text_ends_with_the_end_token_and_a_prompt_does_not_count() -> None:

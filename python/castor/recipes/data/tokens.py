@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jinja2
+from transformers import PreTrainedTokenizerFast
 
 from castor.recipes.data.formats import (
     BrokenRowError,
@@ -376,17 +377,10 @@ class Tokenizing:
         """
         if not rows:
             return []
-        encoded = self._tokenizer(
-            [text for text, _, _ in rows],
-            add_special_tokens=False,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        encodings = encoded.encodings or [None] * len(rows)
+        offsets = any(spans != [(0, len(text))] for text, spans, _ in rows)
+        encoded = self._encoded([text for text, _, _ in rows], offsets=offsets)
         found = list[Tokens | BrokenRowError]()
-        for (text, spans, plain), ids, encoding in zip(
-            rows, encoded["input_ids"], encodings, strict=True
-        ):
+        for (text, spans, plain), (ids, encoding) in zip(rows, encoded, strict=True):
             try:
                 ranges = self._ranges(text, spans, ids, encoding)
             except BrokenRowError as error:
@@ -399,6 +393,37 @@ class Tokenizing:
                 ranges = [(first, len(ids))]
             found.append(Tokens(ids, ranges))
         return found
+
+    @functools.cached_property
+    def _core(self) -> Any:
+        """The tokenizer in Rust whose ids a call of this one returns; None: it does more than that.
+
+        The core is asked itself because it can leave offsets out, and transformers copies all that
+        it returns.
+        """
+        for name in ("__call__", "_encode_plus"):
+            own = getattr(type(self._tokenizer), name, None)
+            if own is not getattr(PreTrainedTokenizerFast, name):
+                return None
+        self._tokenizer("x", add_special_tokens=False)  # sets the core to neither cut nor pad
+        return self._tokenizer.backend_tokenizer
+
+    def _encoded(self, texts: list[str], *, offsets: bool) -> list[tuple[list[int], Any]]:
+        """Returns the token ids of texts without special tokens.
+
+        Args:
+            texts: The texts.
+            offsets: Whether an encoding that knows the characters of its tokens comes with each;
+                None where the tokenizer has none.
+        """
+        if self._core is None:
+            done = self._tokenizer(
+                texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+            )
+            encodings = done.encodings or [None] * len(texts)
+            return list(zip(done["input_ids"], encodings, strict=True))
+        encode = self._core.encode_batch if offsets else self._core.encode_batch_fast
+        return [(one.ids, one) for one in encode(texts, add_special_tokens=False)]
 
     def _ranges(self, text: str, spans: Spans, ids: list[int], encoding: Any) -> Spans:
         """Turns ranges of characters into ranges of tokens."""
