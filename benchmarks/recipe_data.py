@@ -56,6 +56,7 @@ def prepare(folder: Path, rows: int) -> None:
 def contend(contender: str, folder: Path, share: int) -> None:
     """Runs one contender in this process, and prints its figures as JSON."""
     import datasets
+    import trl.data_utils  # noqa: F401  # imported with the Trainers in any case: no part of the work
     from transformers import AutoTokenizer
 
     import castor.recipes.data.prepare as preparing

@@ -48,10 +48,10 @@ def documents(table: datasets.Dataset) -> list[tuple[tuple[int, ...], tuple[int,
     """Token ids and labels of each document, of packed rows or not."""
     found = []
     for row in table:
-        places = row.get("position_ids") or list(range(len(row["input_ids"])))
-        begins = [at for at, place in enumerate(places) if place == 0]
-        for begin, end in zip(begins, [*begins[1:], len(places)], strict=True):
-            assert places[begin:end] == list(range(end - begin))
+        count = len(row["input_ids"])
+        ends = list(itertools.accumulate(row.get("seq_lengths", [count])))
+        assert ends[-1] == count == len(row["labels"])
+        for begin, end in itertools.pairwise([0, *ends]):
             found.append((tuple(row["input_ids"][begin:end]), tuple(row["labels"][begin:end])))
     return found
 
@@ -254,8 +254,11 @@ def test_conversations_become_the_rows_by_hand(tmp_path: Path) -> None:
     assert found.outcomes == Counter({key: count for key, count in counts.items() if count})
 
 
-@pytest.mark.parametrize("loss_on", ["assistant", "all"])
-def test_packed_rows_hold_every_document_once(tmp_path: Path, loss_on: Any) -> None:
+@pytest.mark.parametrize(("loss_on", "at_once"), [("assistant", 1 << 20), ("all", 8000)])
+def test_packed_rows_hold_every_document_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_on: Any, at_once: int
+) -> None:
+    monkeypatch.setattr(preparing, "_PACKED_TOKENS", at_once)
     words = tokenizer(CHATML)
     chats(tmp_path / "chats.jsonl", 250)
     path = str(tmp_path / "chats.jsonl")
@@ -265,10 +268,8 @@ def test_packed_rows_hold_every_document_once(tmp_path: Path, loss_on: Any) -> N
     for one, other in ((packed.train, plain.train), (packed.held_out, plain.held_out)):
         assert one is not None
         assert other is not None
-        assert one.column_names == ["input_ids", "labels", "position_ids"]
-        # A model would predict a document's first token from the document before it.
-        wanted = [(ids, (-100, *labels[1:])) for ids, labels in documents(other)]
-        assert Counter(documents(one)) == Counter(wanted)
+        assert one.column_names == ["input_ids", "labels", "seq_lengths"]
+        assert Counter(documents(one)) == Counter(documents(other))
         assert max(map(len, one["input_ids"])) <= 160
     assert packed.density == packed.num_tokens / (len(packed.train) * 160)
     assert packed.density > 0.9
@@ -371,7 +372,7 @@ def test_long_documents_become_several_sequences_that_predict_each_token_once(
     predicted = Counter(pair for piece, _ in pieces for pair in itertools.pairwise(piece))
     assert predicted == Counter(pair for one in ids for pair in itertools.pairwise(one))
     assert found.num_counted == sum(len(one) - 1 for one in ids)
-    assert all(labels[1:] == piece[1:] and labels[0] == -100 for piece, labels in pieces)
+    assert all(labels[1:] == piece[1:] for piece, labels in pieces)
     if not packing:  # pieces follow each other as they do in their documents
         joined = [token for piece, _ in pieces for token in piece]
         assert joined[:limit] == [*ids[0], *ids[1]][:limit]

@@ -247,7 +247,7 @@ def test_packed_documents_do_not_see_each_other(place: Path) -> None:
     packed = {
         "input_ids": first + second,
         "labels": first + second,
-        "position_ids": [*range(5), *range(3)],
+        "seq_lengths": [5, 3],
     }
     batch, together = collate(apart), collate([packed])
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]

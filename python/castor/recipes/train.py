@@ -435,7 +435,7 @@ def _gib(size: int) -> str:
 class Collator:
     """Pads tokenised rows on the right to the longest of a batch.
 
-    Rows with `position_ids` are packed: they go without an attention mask, so that the model keeps
+    Rows with `seq_lengths` are packed: they go without an attention mask, so that the model keeps
     documents apart by positions that begin again at 0.
     """
 
@@ -458,8 +458,11 @@ class Collator:
             "labels": padded("labels", IGNORED),
             "use_cache": False,  # a cache would switch the mask between packed documents off
         }
-        if "position_ids" in rows[0]:
-            batch["position_ids"] = padded("position_ids", 0)
+        if "seq_lengths" in rows[0]:
+            batch["position_ids"] = torch.zeros_like(batch["input_ids"])
+            for positions, row in zip(batch["position_ids"], rows, strict=True):
+                apart = torch.cat([torch.arange(length) for length in row["seq_lengths"]])
+                positions[: len(apart)] = apart
             # No document predicts the first token of the next one.
             batch["labels"][batch["position_ids"] == 0] = IGNORED
         else:

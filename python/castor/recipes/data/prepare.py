@@ -12,7 +12,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,9 +23,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from castor.recipes.data import IGNORED, packing
+from castor.recipes.data import IGNORED
 from castor.recipes.data.formats import BrokenRowError, Message, Preference, Text, parse
-from castor.recipes.data.sources import Source, in_memory, load
+from castor.recipes.data.sources import Source, load
 from castor.recipes.data.tokens import Spans, Tokenizing, Tokens
 from castor.recipes.recipe import OF_PAIRS, DataSection, DataSource
 
@@ -35,6 +35,8 @@ ROWS_PER_PART = 20_000
 _ROWS_PER_BATCH = 1000
 _LAYOUT = 2
 """Version of the cached files; another one when their content changes for the same settings."""
+_PACKED_TOKENS = 1 << 20
+"""Tokens that are packed at once, in memory."""
 _MOST_NAMED = 5
 """Number of broken rows that are named."""
 _PARTS = ("prompt", "chosen", "rejected")
@@ -67,8 +69,8 @@ class Prepared:
 
     Attributes:
         train: Rows to train on. Of sft and pretrain `input_ids` and `labels` (-100 where the loss
-            counts nothing), int32, and `position_ids` where rows are packed. Of dpo and reward
-            `prompt`, `chosen` and `rejected`.
+            counts nothing), int32, and `seq_lengths`, the tokens of each document in a row, where
+            rows are packed. Of dpo and reward `prompt`, `chosen` and `rejected`.
         held_out: Rows to evaluate on, with the same columns; None where held_out is 0.
         outcomes: Number of rows of all sources, the held-out ones too, by outcome.
         lengths: Tokens of each row of all sources before truncation, int32; of a pair the longer
@@ -459,103 +461,62 @@ class _Work:
         """Joins the chosen rows of all sources, packed where the recipe says so."""
         begins = np.cumsum([0, *(len(source.table) for source in sources)])[:-1]
         rows = np.concatenate([one + at for one, at in zip(chosen, begins, strict=True)])
-        table = datasets.concatenate_datasets([source.table for source in sources])
         lengths = np.concatenate([source.lengths for source in sources])[rows].astype(np.int64)
         counted = int(np.concatenate([source.counted for source in sources])[rows].sum())
+        table = datasets.concatenate_datasets([source.table for source in sources]).select(rows)
+        table = table.select_columns(list(_PARTS if self._pairs else _OF_TOKENS))
         limit, packs = self._data.max_length, self._data.packing and not self._pairs
-        splits = self._data.truncation == "split" and bool((lengths > limit).any())
-        if not packs and not splits:
-            columns = _PARTS if self._pairs else ("input_ids", "labels")
-            kept = table.select(rows).select_columns(list(columns))
-            return kept, _Figures(int(np.minimum(lengths, limit).sum()), counted, None)
-        if self._data.truncation == "split":
-            pieces = packing.split(lengths, limit)
-        else:
-            pieces = packing.Pieces.whole(np.minimum(lengths, limit))
-        if packs:
-            packed = packing.best_fit_decreasing(pieces.lengths, limit)
-            order = np.random.default_rng([self._data.seed, 2]).permutation(len(packed))
-            plan = [packed[at] for at in order.tolist()]
-        else:
-            plan = [[one] for one in range(len(pieces.lengths))]
-        density = packing.density(pieces.lengths, len(plan), limit) if packs else None
         chosen_rows = xxhash.xxh3_128_hexdigest(rows.tobytes())
-        key = _hash(*(source.key for source in sources), chosen_rows, packs, self._data.seed)
-        pieces = replace(pieces, documents=rows[pieces.documents])
-        written = self._written(table, pieces, plan, key, name, packs=packs)
-        return written, _Figures(int(pieces.lengths.sum()), counted, density)
+        key = _hash(*(source.key for source in sources), chosen_rows, packs)
+        (self.cache / key).mkdir(parents=True, exist_ok=True)
 
-    def _written(
-        self,
-        table: datasets.Dataset,
-        pieces: packing.Pieces,
-        plan: list[list[int]],
-        key: str,
-        name: str,
-        *,
-        packs: bool,
-    ) -> datasets.Dataset:
-        """Writes rows, each of which joins the pieces that a plan says."""
-        documents = _Documents(table)
-        features = dict(_OF_TOKENS)
-        if packs:
-            features["position_ids"] = features["input_ids"]
+        def kept_as(step: str) -> dict[str, Any]:
+            return {
+                "cache_file_name": str(self.cache / key / f"{name}-{step}.arrow"),
+                "load_from_cache_file": True,
+                "new_fingerprint": f"{key}-{name}-{step}",
+                "desc": f"{step} rows ({name})",
+            }
 
-        def write(_: dict[str, list[Any]], places: list[int]) -> pa.Table:
-            chosen = [plan[place] for place in places]
-            taken = np.concatenate([np.asarray(one, np.int64) for one in chosen])
-            ids, labels = documents.read(pieces, taken)
-            columns = [ids, *packing.join(ids, labels, pieces.lengths[taken])]
-            borders = np.cumsum([0, *map(len, chosen)])
-            ends = np.cumsum([0, *pieces.lengths[taken]])[borders]
-            lists = [_lists(ends, column) for column in columns[: len(features)]]
-            return pa.table(dict(zip(features, lists, strict=True)))
+        num_tokens = int(np.minimum(lengths, limit).sum())
+        if self._data.truncation == "split" and bool((lengths > limit).any()):
+            table = table.with_format("numpy").map(
+                functools.partial(_pieces, capacity=limit),
+                batched=True,
+                batch_size=_ROWS_PER_BATCH // 10,
+                features=datasets.Features(_OF_TOKENS),
+                **kept_as("split"),
+            )
+            table = table.with_format(None)
+            # All pieces of a document but the first repeat a token.
+            num_tokens = int((lengths + np.maximum(-(-(lengths - 1) // (limit - 1)), 1) - 1).sum())
+        if not packs:
+            return table, _Figures(num_tokens, counted, None)
+        from trl import pack_dataset
 
-        rows = in_memory({"row": np.arange(len(plan))}, key)
-        folder = self.cache / key
-        folder.mkdir(parents=True, exist_ok=True)
-        return rows.map(
-            write,
-            batched=True,
-            with_indices=True,
-            batch_size=_ROWS_PER_BATCH // 10,
-            remove_columns=["row"],
-            features=datasets.Features(features),
-            cache_file_name=str(folder / f"{name}.arrow"),
-            load_from_cache_file=True,
-            new_fingerprint=f"{key}-{name}",
-            desc=f"{'pack' if packs else 'split'} rows ({name})",
-        )
+        batch_size = max(len(table) * _PACKED_TOKENS // num_tokens, 1)
+        table = pack_dataset(table, limit, map_kwargs={"batch_size": batch_size, **kept_as("pack")})
+        return table, _Figures(num_tokens, counted, num_tokens / (len(table) * limit))
 
 
-class _Documents:
-    """Token ids and labels of tokenised documents, read from where their files are mapped."""
+def _pieces(batch: dict[str, Any], capacity: int) -> dict[str, list[Any]]:
+    """Splits documents that are longer than a sequence.
 
-    def __init__(self, table: datasets.Dataset) -> None:
-        columns = [table.data.column(name).chunks for name in _OF_TOKENS]
-        self._parts = [
-            (ids.offsets.to_numpy(), ids.values.to_numpy(), labels.values.to_numpy())
-            for ids, labels in zip(*columns, strict=True)
+    A piece begins with the last token of the piece before it, which no loss counts there: every
+    token but a document's first is predicted once, as from the stream of Megatron-LM's GPTDataset.
+
+    Args:
+        batch: Columns of arrays, one for each document.
+        capacity: Tokens that a sequence holds, at least 2.
+    """
+    return {
+        name: [
+            document[begin : begin + capacity]
+            for document in documents
+            for begin in range(0, max(len(document) - 1, 1), capacity - 1)
         ]
-        self._begins = np.cumsum([0, *map(len, columns[0])])
-
-    def read(
-        self, pieces: packing.Pieces, chosen: Indices
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Returns token ids and labels of the chosen pieces, one after the other."""
-        documents = pieces.documents[chosen]
-        parts = np.searchsorted(self._begins, documents, "right") - 1
-        places = documents - self._begins[parts]
-        slices = list[tuple[Any, Any]]()
-        for part, place, begin, length in zip(
-            parts.tolist(), places.tolist(), pieces.begins[chosen].tolist(),
-            pieces.lengths[chosen].tolist(), strict=True,
-        ):  # fmt: skip
-            offsets, ids, labels = self._parts[part]
-            first = int(offsets[place]) + begin
-            slices.append((ids[first : first + length], labels[first : first + length]))
-        ids, labels = (np.concatenate(one) for one in zip(*slices, strict=True))
-        return ids, labels
+        for name, documents in batch.items()
+    }
 
 
 def _lists(borders: npt.ArrayLike, flat: npt.NDArray[Any]) -> pa.ListArray:

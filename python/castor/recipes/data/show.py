@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +51,7 @@ def show(
     Tokens that the loss counts are bold and green, the others dim. Rows are tokenised for that, and
     `castor train` takes them from the cache.
     """
-    require("castor data show", "datasets", "transformers", "yaml", "pydantic")
+    require("castor data show", "datasets", "transformers", "trl", "yaml", "pydantic")
     from rich.console import Console
 
     from castor.recipes.data.prepare import prepare
@@ -117,11 +118,9 @@ def coloured(row: dict[str, Any], tokenizer: Any) -> Text:
     from rich.text import Text
 
     found, waiting = Text(), list[int]()
-    positions = row.get("position_ids") or range(len(row["input_ids"]))
-    for at, (token, label, position) in enumerate(
-        zip(row["input_ids"], row["labels"], positions, strict=True)
-    ):
-        if position == 0 and at:
+    begins = set(accumulate(row.get("seq_lengths", [])))
+    for at, (token, label) in enumerate(zip(row["input_ids"], row["labels"], strict=True)):
+        if at in begins:
             found.append("\n--- next document ---\n", "yellow")
         waiting.append(token)
         piece = tokenizer.decode(waiting, clean_up_tokenization_spaces=False)
