@@ -48,6 +48,10 @@ def evaluate(
     seed: Annotated[
         int | None, typer.Option(help="Seed of all generators. Default: lm-eval's.", min=0)
     ] = None,
+    gen_kwargs: Annotated[
+        str | None,
+        typer.Option(help="Arguments of generation in place of the tasks': temperature=0.7,..."),
+    ] = None,
     confirm_run_unsafe_code: Annotated[
         bool,
         typer.Option("--confirm-run-unsafe-code", help="Let tasks run code of the model's."),
@@ -77,6 +81,7 @@ def evaluate(
         include=include, num_fewshot=num_fewshot, batch_size=batch_size, limit=limit,
         max_length=max_length, apply_chat_template=apply_chat_template, log_samples=log_samples,
         seed=seed, run_unsafe_code=confirm_run_unsafe_code,
+        gen_kwargs=evaluation.gen_kwargs_of(gen_kwargs) if gen_kwargs else {},
     )  # fmt: skip
     transformers.logging.set_verbosity_error()
     evaluate_and_write(

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,13 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
-from lm_eval.utils import handle_non_serializable, hash_string, sanitize_list
+from lm_eval.utils import (
+    handle_non_serializable,
+    hash_string,
+    sanitize_list,
+    simple_parse_args_string,
+)
+from transformers import GenerationConfig
 
 from castor.checkpoint import latest
 from castor.checkpoint.files import write_file
@@ -33,6 +39,10 @@ from castor.recipes.models import InferenceModel, find_model, load_for_inference
 from castor.recipes.runs import EVALUATIONS, RECIPE, checkpoints
 
 _YAML = (".yaml", ".yml")
+_OF_LM_EVAL = ("until", "max_gen_toks")
+"""lm-eval's own arguments of generation."""
+_BY_LM_EVAL = {"use_cache", "pad_token_id", "max_length"}
+"""Arguments of transformers that lm-eval gives itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +69,42 @@ class Questions:
     """Seed of all random generators; None: lm-eval's defaults."""
     run_unsafe_code: bool = False
     """Whether tasks may run the code that the model writes."""
+    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of generation, which take the place of the tasks' own of the same names."""
 
     def __post_init__(self) -> None:
         if not self.tasks:
             raise UsageError("--tasks names no task; give some, such as --tasks boolq,gsm8k")
+        known = sorted({*vars(GenerationConfig()), *_OF_LM_EVAL} - _BY_LM_EVAL)
+        for name in self.gen_kwargs:
+            if name not in known or name.startswith("_"):
+                others = f"; give those of GenerationConfig, {' or '.join(_OF_LM_EVAL)}"
+                raise UsageError(
+                    f"--gen-kwargs: there is no argument of generation {name!r}"
+                    f"{did_you_mean(name, known) or others}"
+                )
         limit = self.limit
         if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
             raise UsageError(f"--limit is {limit:g}; give a number of documents or a share below 1")
+
+
+def gen_kwargs_of(text: str) -> dict[str, Any]:
+    """Returns arguments of generation, given as lm-eval takes them: a=1,b=2 or an object of JSON.
+
+    Raises:
+        UsageError: The text is neither.
+    """
+    try:
+        found = json.loads(text) if text.lstrip().startswith("{") else None
+    except ValueError as error:
+        raise UsageError(f"--gen-kwargs {text} is no JSON: {error}") from error
+    if found is None and not all("=" in one for one in text.split(",")):
+        raise UsageError(
+            f"--gen-kwargs {text}: give NAME=VALUE, such as temperature=0.7,do_sample=true, or an "
+            "object of JSON"
+        )
+    arguments: dict[str, Any] = simple_parse_args_string(text) if found is None else found
+    return arguments
 
 
 class BoostedLM(HFLM):  # type: ignore[misc]
@@ -169,6 +208,7 @@ def evaluate(
                 batch_size=questions.batch_size,
                 device=str(model.device),
                 limit=questions.limit,
+                gen_kwargs=dict(questions.gen_kwargs),
                 log_samples=questions.log_samples,
                 evaluation_tracker=tracker,
                 apply_chat_template=questions.apply_chat_template,
@@ -204,7 +244,8 @@ def load_tasks(questions: Questions, metadata: Mapping[str, Any]) -> list[Any]:
         metadata: What tasks are told of the model: "pretrained", and "tokenizer" if it is another.
 
     Raises:
-        UsageError: A task is unknown, cannot be loaded, is there twice, or runs the model's code.
+        UsageError: A task is unknown, cannot be loaded, is there twice, or runs the model's code;
+            or arguments of generation are given, and no task generates.
     """
     shared = {"metadata": dict(metadata)}
     manager = None
@@ -247,6 +288,13 @@ def load_tasks(questions: Questions, metadata: Mapping[str, Any]) -> list[Any]:
     except ValueError as error:
         raise UsageError(f"{_first_line(error)}; name it once in --tasks") from error
     unsafe = next((name for name, one in loaded.items() if getattr(one, "UNSAFE_CODE", 0)), None)
+    if questions.gen_kwargs and not any(
+        one.get_config("output_type") == "generate_until" for one in loaded.values()
+    ):
+        raise UsageError(
+            f"--gen-kwargs is given, and none of the tasks {', '.join(loaded)} generates text; "
+            "leave it out"
+        )
     if unsafe is not None and not questions.run_unsafe_code:
         raise UsageError(
             f"the task {unsafe!r} runs code that the model writes, on this machine; "

@@ -221,6 +221,8 @@ class EvaluateSection(_Section):
     """Whether questions become conversations, by the tokenizer's chat template."""
     log_samples: bool = False
     """Whether every question and its answer are written too."""
+    gen_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of generation, in place of the tasks' own."""
 
 
 class Recipe(_Section):
