@@ -24,7 +24,8 @@ import typer
 
 from castor import cli
 from castor.errors import UsageError
-from castor.recipes.studio import TokenGate, studio
+from castor.recipes.studio import studio
+from castor.recipes.studio_gate import TokenGate
 from castor.recipes.studio_jobs import Job, Workspace, entries
 
 TOKEN = "t0ken"
@@ -93,21 +94,21 @@ def test_a_request_without_the_token_is_refused() -> None:
         assert asked(**headers)[0]["status"] == 403
     for query in ("token=", "token=wrong", "token=%C3%A9"):
         assert asked(query=query)[0]["status"] == 403
-    assert asked(kind="websocket") == [{"type": "websocket.close", "code": 1008}]
+    assert asked(kind="websocket") == [{"type": "websocket.close", "code": 1008, "reason": ""}]
 
 
 def test_the_address_with_the_token_gives_a_cookie_that_opens_the_page() -> None:
     start, _ = asked(query=f"a=1&token={TOKEN}")
     headers = dict(start["headers"])
-    assert (start["status"], headers[b"location"]) == (303, b"/?a=1")
+    assert (start["status"], headers[b"location"]) == (303, b"http://127.0.0.1:7860/?a=1")
     assert headers[b"set-cookie"] == (
-        f"castor-studio-7860={TOKEN}; HttpOnly; SameSite=Strict; Path=/".encode()
+        f"castor-studio-7860={TOKEN}; HttpOnly; Path=/; SameSite=strict".encode()
     )
     start, body = asked(cookie=COOKIE)
     assert body["body"] == b"inside"
     assert b"default-src 'self'" in dict(start["headers"])[b"content-security-policy"]
     elsewhere, _ = asked("//evil.example/", query=f"token={TOKEN}")
-    assert dict(elsewhere["headers"])[b"location"] == b"/evil.example/"
+    assert dict(elsewhere["headers"])[b"location"] == b"http://127.0.0.1:7860//evil.example/"
 
 
 @pytest.mark.parametrize(
