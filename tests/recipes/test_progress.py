@@ -1,11 +1,13 @@
 """What castor train says: budgets that it chose, lines or a live view, and other loggers."""
 
+import contextlib
 import importlib.util
 import io
 import json
 import os
 import pty
 import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -126,7 +128,12 @@ def told(file: Path, console: Console, logs: Sequence[dict[str, float]]) -> None
 
 ENTRIES: list[dict[str, float]] = [
     {"loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-4, "epoch": 0.1},
-    {"eval_loss": 2.25, "eval_runtime": 0.5, "eval_samples_per_second": 3.0},
+    {
+        "eval_loss": 2.25,
+        "eval_runtime": 0.5,
+        "eval_samples_per_second": 3.0,
+        "eval_num_tokens": 3e4,
+    },
     {"train_runtime": 61.2, "train_loss": 2.5},
 ]
 OF_CASTOR = {
@@ -249,3 +256,24 @@ def test_tensorboard_gets_the_figures(place: Path, tmp_path: Path) -> None:
     losses = [(one.step, one.value) for one in found.Scalars("train/loss")]
     assert losses == [(step, pytest.approx(loss)) for step, loss in expected]
     assert len(losses) == 3
+
+
+@pytest.mark.slow
+def test_trackio_gets_the_figures_in_a_file_of_this_machine(place: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    run, kept = tmp_path / "run", tmp_path / "trackio"
+    file = tmp_path / "logs.yaml"
+    file.write_text(dump(recipe_that_logs(place, run, "trackio")))
+    done = subprocess.run(
+        [sys.executable, "-m", "castor", "train", str(file)],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "TRACKIO_DIR": str(kept), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [database] = kept.glob("*.db")
+    with contextlib.closing(sqlite3.connect(database)) as opened:
+        found = [json.loads(row[0]) for row in opened.execute("SELECT metrics FROM metrics")]
+    own = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in own if "loss" in entry]
+    assert len(losses) == 3
+    assert [entry["train/loss"] for entry in found if "train/loss" in entry] == losses

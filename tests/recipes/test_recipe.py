@@ -191,3 +191,15 @@ def test_a_lacking_library_is_named_with_the_command_that_installs_it() -> None:
     assert str(caught.value) == (
         "castor train needs no_such_library and nor_this_one: pip install 'castor-torch[recipes]'"
     )
+
+
+def test_the_commands_of_the_guide_suit_the_recipe_that_init_writes(here: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/recipes.md").read_text(encoding="utf-8")
+    commands = guide.split("```sh\n")[1].split("```")[0].splitlines()
+    asked = [line.split("#")[0].split() for line in commands if line.startswith("castor")]
+    recipe = load(written(here))
+    assert recipe.method.adapter == "full"  # castor export has nothing to merge then
+    assert not any("--merge-adapter" in words for words in asked)
+    run = Path(recipe.output.dir).relative_to(here)
+    for command in ("evaluate", "chat", "serve", "export"):
+        assert [words[2] for words in asked if words[1] == command] == [str(run)]

@@ -150,8 +150,8 @@ def _of_castor(ranks: int) -> dict[str, Any]:
 
 
 def _of_held_out_rows(name: str) -> bool:
-    """Whether a figure is one of the held-out rows, and not of how long they took."""
-    return name.startswith("eval_") and not name.endswith(("_runtime", "_second"))
+    """Whether a figure is of the held-out rows, and not of their number or their time."""
+    return name.startswith("eval_") and not name.endswith(("_runtime", "_second", "_num_tokens"))
 
 
 def _clock(seconds: float) -> str:
