@@ -193,6 +193,12 @@ def test_a_lacking_library_is_named_with_the_command_that_installs_it() -> None:
     )
 
 
+def test_a_setting_within_an_option_is_named_by_the_option(here: Path) -> None:
+    given = "data.train=[{path: rows.jsonl, weigt: 2}]"
+    with pytest.raises(RecipeError, match=r"^--set data\.train=.*has no setting 'weigt': did you"):
+        load(written(here), [given])
+
+
 def test_the_commands_of_the_guide_suit_the_recipe_that_init_writes(here: Path) -> None:
     guide = (Path(__file__).parents[2] / "docs/guides/recipes.md").read_text(encoding="utf-8")
     commands = guide.split("```sh\n")[1].split("```")[0].splitlines()

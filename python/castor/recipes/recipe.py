@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -386,20 +386,25 @@ def _absolute(path: str) -> str:
 
 
 class _Tree:
-    """A YAML document with the lines of its settings."""
+    """A YAML document, with the places of its settings: a line of the file, or an option."""
 
     def __init__(self, name: str, text: str) -> None:
         self._name = name
-        self._given: dict[tuple[str, ...], str] = {}
+        self._places: dict[tuple[str, ...], str] = {(): f"{name}, line 1"}
         try:
-            self._root = yaml.compose(text, Loader=yaml.SafeLoader)
-            self._refuse_repeated(self._root)
+            for path, line in _lines_of(yaml.compose(text, Loader=yaml.SafeLoader)):
+                if path in self._places:
+                    raise RecipeError(
+                        f"{name}, line {line}: {path[-1]} is given a second time, after "
+                        f"{self._places[path].removeprefix(f'{name}, ')}; give it once"
+                    )
+                self._places[path] = f"{name}, line {line}"
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            line = f", line {mark.line + 1}" if mark else ""
+            where = f", line {mark.line + 1}" if mark else ""
             what = getattr(error, "problem", None) or error
-            raise RecipeError(f"{name}{line} is no YAML: {what}") from None
+            raise RecipeError(f"{name}{where} is no YAML: {what}") from None
         if not isinstance(values, dict):
             raise RecipeError(
                 f"{name} holds no settings; `castor init sft --model DIR --data FILE` writes a "
@@ -414,23 +419,26 @@ class _Tree:
             RecipeError: The text is not SECTION.NAME=VALUE.
         """
         name, separator, text = given.partition("=")
-        keys = tuple(name.split("."))
+        keys, option = tuple(name.split(".")), f"--set {given}"
         if not separator or not all(keys):
-            raise RecipeError(f"--set {given}: give SECTION.NAME=VALUE, such as train.epochs=1")
+            raise RecipeError(f"{option}: give SECTION.NAME=VALUE, such as train.epochs=1")
         try:
-            value = yaml.safe_load(text)
+            value, inner = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
         except yaml.YAMLError:
-            value = text
+            value, inner = text, None
         place: Any = self.values
-        for key in keys[:-1]:
-            inner = place.get(key)
-            if inner is None or (key, inner) == ("memory", "auto"):
-                inner = place[key] = {}
-            if not isinstance(inner, dict):
-                raise RecipeError(f"--set {given}: {key} holds no settings of its own")
-            place = inner
+        for depth, key in enumerate(keys[:-1], 1):
+            if place.get(key) is None or (key, place[key]) == ("memory", "auto"):
+                place[key] = {}
+                self._places[keys[:depth]] = option
+            place = place[key]
+            if not isinstance(place, dict):
+                raise RecipeError(f"{option}: {key} holds no settings of its own")
         place[keys[-1]] = value
-        self._given[keys] = f"--set {given}"
+        self._places = {
+            path: where for path, where in self._places.items() if path[: len(keys)] != keys
+        }
+        self._places |= {keys: option} | {keys + path: option for path, _ in _lines_of(inner)}
 
     def error(self, error: ValidationError) -> RecipeError:
         """Returns the first fault of a recipe as one sentence."""
@@ -442,14 +450,14 @@ class _Tree:
         fault = max((f for f in faults if f["loc"][:2] == first), key=lambda f: len(f["loc"]))
         keys = self._known(fault["loc"])
         if fault["type"] == "extra_forbidden":
-            *section, name = map(str, keys)
+            *section, name = keys
             known = _names_of(section)
             where = f"{'.'.join(section)} has" if section else "a recipe has"
             return RecipeError(
                 f"{self.place(keys)}: {where} no setting {name!r}"
                 f"{did_you_mean(name, known) or '; there are ' + ', '.join(known)}"
             )
-        name = ".".join(map(str, keys))
+        name = ".".join(keys)
         if fault["type"] == "missing":
             lacking = ".".join(str(one) for one in fault["loc"])
             return RecipeError(f"{self.place(keys)}: {lacking} is missing; give it")
@@ -462,81 +470,41 @@ class _Tree:
             return RecipeError(f"{place}: memory: {message}")
         return RecipeError(f"{place}: {name} is {fault['input']!r}: {message}")
 
-    def place(self, keys: Sequence[str | int], message: str = "") -> str:
+    def place(self, keys: Sequence[str], message: str = "") -> str:
         """Returns where a setting is: the option, or file and line.
 
         Args:
             keys: Names from the section down.
             message: A text that may name the setting further.
         """
-        found = tuple(map(str, keys))
-        if not found or found == ("memory",):
+        found = tuple(keys)
+        if found in ((), ("memory",)):
             words = message.replace(":", " ").replace("'", " ").replace("=", " ").split()
-            paths = list(_paths(self.values))
-            full = {".".join(path): path for path in paths}
-            if not found:
-                found = next((full[word] for word in words if word in full), ())
-            else:
-                inner = {path[1]: path for path in paths if path[0] == "memory" and len(path) > 1}
-                found = next((inner[word] for word in words if word in inner), found)
-        for length in range(len(found), 0, -1):
-            if (given := self._given.get(found[:length])) is not None:
-                return given
-        line, node = 1, self._root
-        for key in found:
-            step = _child(node, key)
-            if step is None:
-                break
-            line, node = step
-        return f"{self._name}, line {line}"
+            named = {".".join(path[len(found) :]): path for path in self._places if path > found}
+            found = next((named[word] for word in words if word in named), found)
+        while found not in self._places:
+            found = found[:-1]
+        return self._places[found]
 
-    def _known(self, loc: Sequence[str | int]) -> tuple[str | int, ...]:
+    def _known(self, loc: Sequence[str | int]) -> tuple[str, ...]:
         """Returns the part of pydantic's place that the document has, without names of types."""
-        found: list[str | int] = []
-        value: Any = self.values
-        for key in loc:
-            in_list = isinstance(value, list) and isinstance(key, int) and key < len(value)
-            if not in_list and not (isinstance(value, dict) and key in value):
-                continue
-            value = value[key]
-            found.append(key)
-        return tuple(found)
-
-    def _refuse_repeated(self, node: Any) -> None:
-        if isinstance(node, yaml.MappingNode):
-            lines: dict[str, int] = {}
-            for key, value in node.value:
-                line = key.start_mark.line + 1
-                if key.value in lines:
-                    raise RecipeError(
-                        f"{self._name}, line {line}: {key.value} is given a second time, after "
-                        f"line {lines[key.value]}; give it once"
-                    )
-                lines[key.value] = line
-                self._refuse_repeated(value)
-        elif isinstance(node, yaml.SequenceNode):
-            for value in node.value:
-                self._refuse_repeated(value)
+        found: tuple[str, ...] = ()
+        for key in map(str, loc):
+            found += (key,) if (*found, key) in self._places else ()
+        return found
 
 
-def _paths(values: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yields the names of all settings of a document, sections too."""
-    for name, value in values.items():
-        yield (str(name),)
-        if isinstance(value, dict):
-            yield from ((str(name), *path) for path in _paths(value))
-
-
-def _child(node: Any, key: str) -> tuple[int, Any] | None:
-    """Returns line and node of a setting inside another node; None: it is not there."""
+def _lines_of(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yields path and line of each setting inside a node of YAML, sections too."""
     if isinstance(node, yaml.MappingNode):
-        for name, value in node.value:
-            if name.value == key:
-                return name.start_mark.line + 1, value
-    if isinstance(node, yaml.SequenceNode) and key.isdecimal() and int(key) < len(node.value):
-        value = node.value[int(key)]
-        return value.start_mark.line + 1, value
-    return None
+        inner = [(key.value, key, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        inner = [(str(at), value, value) for at, value in enumerate(node.value)]
+    else:
+        inner = []
+    for name, mark, value in inner:
+        yield (*path, name), mark.start_mark.line + 1
+        yield from _lines_of(value, (*path, name))
 
 
 def _names_of(section: Sequence[str]) -> list[str]:
