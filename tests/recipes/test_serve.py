@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,24 @@ def test_streams_make_the_same_text(ask: openai.OpenAI) -> None:
     for piece in ask.completions.create(prompt="Memory", stream=True, **asked):
         texts[piece.choices[0].index] += piece.choices[0].text
     assert texts == [choice.text for choice in text.choices]
+
+
+def test_the_studio_shows_an_answer_while_it_comes(
+    model: InferenceModel,
+) -> None:
+    from castor.recipes.studio_page import answers
+
+    with served(model, max_new_tokens=9) as short:
+        *pieces, last = answers(short.url, HELLO)
+        assert all(longer.startswith(piece) for piece, longer in pairwise([*pieces, last]))
+        assert last
+        long = [{"role": "user", "content": "a " * POSITIONS}]
+        with pytest.raises(
+            UsageError, match=r"^the prompt has \d+ tokens and .*shorten the prompt"
+        ):
+            list(answers(short.url, long))
+    with pytest.raises(UsageError, match=r"^the server at http://127.* does not answer"):
+        list(answers(short.url, HELLO))
 
 
 def test_events_end_with_done(server: Served) -> None:

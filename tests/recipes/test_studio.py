@@ -189,7 +189,7 @@ def test_a_process_with_the_same_id_is_not_taken_for_the_command(workspace: Work
     facts = {"kind": "train", "subject": "r", "arguments": ["train", "r"], "started": 0.0}
     facts |= {"process": os.getpid(), "process_started": 1}
     (folder / "job.json").write_text(json.dumps(facts))
-    job = Job(folder)
+    job = Job.read(folder)
     assert not job.running
     assert job.state() == "killed: nobody noted how it ended"
     job.stop()  # sends nothing
@@ -199,7 +199,7 @@ def test_of_overwritten_lines_the_last_stays(workspace: Workspace) -> None:
     folder = workspace.root / "jobs" / "00001"
     folder.mkdir()
     (folder / "log.txt").write_bytes(b"a\r\n 10%\r 20%\r\n\xff\rend\r")
-    assert Job(folder).log() == "a\n 20%\nend"
+    assert Job(folder, "train", "r", [], 0.0, 1, 1).log() == "a\n 20%\nend"
 
 
 def test_training_outlives_its_studio_stops_with_a_checkpoint_and_resumes(

@@ -37,10 +37,11 @@ def studio(
     from castor.config import parse_bytes
 
     upload_bytes = parse_bytes(max_upload, "--max-upload")
-    if importlib.util.find_spec("gradio") is None:
-        raise ModuleNotFoundError(
-            "castor studio needs gradio: pip install 'castor-torch[studio]'", name="gradio"
-        )
+    for library in ("gradio", "openai"):
+        if importlib.util.find_spec(library) is None:
+            raise ModuleNotFoundError(
+                f"castor studio needs {library}: pip install 'castor-torch[studio]'", name=library
+            )
     require("castor studio", "fastapi", "uvicorn", "yaml", "pydantic", "trl", "datasets")
     with contextlib.closing(listening("127.0.0.1", port)) as listener:
         import uvicorn

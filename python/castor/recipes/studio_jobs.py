@@ -47,31 +47,28 @@ class Job:
     """
 
     folder: Path
+    kind: str
+    """Sub-command of castor: "train", "serve" and so on."""
+    subject: str
+    """Recipe, model or run that the command is about, as the page names it."""
+    arguments: list[str]
+    """Arguments of castor."""
+    started: float
+    """Time of the start, in seconds since 1970."""
+    process: int
+    """Process of the command's shell, which leads a session."""
+    process_started: int | None
+    """Start of that process, in ticks since the boot; None: it had ended at once."""
 
-    @property
-    def kind(self) -> str:
-        """Sub-command of castor: "train", "serve" and so on."""
-        return str(self._facts()["kind"])
-
-    @property
-    def subject(self) -> str:
-        """Recipe, model or run that the command is about, as the page names it."""
-        return str(self._facts()["subject"])
-
-    @property
-    def arguments(self) -> list[str]:
-        """Arguments of castor."""
-        return [str(one) for one in self._facts()["arguments"]]
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        """Returns the command of a folder."""
+        return cls(folder, **json.loads((folder / "job.json").read_text(encoding="utf-8")))
 
     @property
     def command(self) -> str:
         """The command line, as a user would type it in the workspace."""
         return shlex.join(["castor", *self.arguments])
-
-    @property
-    def started(self) -> float:
-        """Time of the start, in seconds since 1970."""
-        return float(self._facts()["started"])
 
     @property
     def status(self) -> int | None:
@@ -86,9 +83,8 @@ class Job:
         """Whether the command runs; a process that got the same id later is not taken for it."""
         if self.status is not None:
             return False
-        facts = self._facts()
-        started = _started_at(facts["process"])
-        return started is not None and bool(started == facts["process_started"])
+        started = _started_at(self.process)
+        return started is not None and started == self.process_started
 
     def state(self) -> str:
         """Returns the state in words."""
@@ -114,11 +110,7 @@ class Job:
         """Sends SIGTERM to the command: training saves a checkpoint first."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.killpg(self._facts()["process"], signal.SIGTERM)
-
-    def _facts(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "job.json").read_text(encoding="utf-8"))
-        return found
+                os.killpg(self.process, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -190,7 +182,7 @@ class Workspace:
 
     def jobs(self, kind: str | None = None, subject: str | None = None) -> list[Job]:
         """Returns the commands that were started, the newest first."""
-        found = [Job(one.parent) for one in (self.root / "jobs").glob("*/job.json")]
+        found = [Job.read(one.parent) for one in (self.root / "jobs").glob("*/job.json")]
         return [
             one
             for one in sorted(found, key=lambda one: one.folder.name, reverse=True)
@@ -215,14 +207,12 @@ class Workspace:
             text: Input of the command.
             environment: Variables for it alone, which are written nowhere.
         """
-        job = Job(self._new_folder())
-        (job.folder / "input.txt").write_text(text, encoding="utf-8")
-        facts = {
-            "kind": kind, "subject": subject, "arguments": list(arguments), "started": time.time()
-        }  # fmt: skip
-        with (job.folder / "input.txt").open("rb") as given:
+        folder = self._new_folder()
+        (folder / "input.txt").write_text(text, encoding="utf-8")
+        started = time.time()
+        with (folder / "input.txt").open("rb") as given:
             process = subprocess.Popen(
-                ["sh", "-c", _SHELL, "sh", str(self.root), str(job.folder), sys.executable,
+                ["sh", "-c", _SHELL, "sh", str(self.root), str(folder), sys.executable,
                  "-m", "castor", *arguments],
                 stdin=given,
                 stdout=subprocess.DEVNULL,
@@ -230,10 +220,13 @@ class Workspace:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                 start_new_session=True,
             )  # fmt: skip
-        facts |= {"process": process.pid, "process_started": _started_at(process.pid)}
-        written = job.folder / "job.json.new"
+        job = Job(
+            folder, kind, subject, list(arguments), started, process.pid, _started_at(process.pid)
+        )
+        facts = {name: value for name, value in vars(job).items() if name != "folder"}
+        written = folder / "job.json.new"
         written.write_text(json.dumps(facts), encoding="utf-8")
-        written.rename(job.folder / "job.json")
+        written.rename(folder / "job.json")
         threading.Thread(target=process.wait, daemon=True).start()
         return job
 

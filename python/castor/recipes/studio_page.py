@@ -12,14 +12,13 @@ import shlex
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import fastapi
 import gradio as gr
+import openai
 import pandas as pd
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -79,31 +78,19 @@ def answers(address: str, messages: Sequence[dict[str, str]]) -> Iterator[str]:
     Raises:
         UsageError: The server refuses, or is gone.
     """
+    said, asked = "", list[Any](messages)
     try:
-        with urllib.request.urlopen(f"{address}/models", timeout=30) as reply:
-            name = json.load(reply)["data"][0]["id"]
-        body = {"model": name, "messages": list(messages), "stream": True}
-        request = urllib.request.Request(
-            f"{address}/chat/completions",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        said = ""
-        with urllib.request.urlopen(request, timeout=900) as reply:
-            for line in reply:
-                data = line.decode("utf-8").strip().removeprefix("data: ")
-                if not data or data == "[DONE]":
-                    continue
-                found = json.loads(data)
-                if "error" in found:
-                    raise UsageError(found["error"]["message"])
-                for choice in found["choices"]:
-                    said += choice["delta"].get("content") or ""
+        with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=900) as server:
+            name = server.models.list().data[0].id
+            stream = server.chat.completions.create(model=name, messages=asked, stream=True)
+            for chunk in stream:
+                said += "".join(choice.delta.content or "" for choice in chunk.choices)
                 yield said
-    except urllib.error.HTTPError as error:
-        raise UsageError(json.load(error)["error"]["message"]) from None
-    except OSError as error:
+    except openai.APIConnectionError as error:
         raise UsageError(f"the server at {address} does not answer: {error}") from None
+    except openai.APIError as error:
+        found = error.body if isinstance(error.body, dict) else {}
+        raise UsageError(found.get("message", error.message)) from None
 
 
 @contextlib.contextmanager
