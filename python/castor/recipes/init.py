@@ -49,7 +49,7 @@ method:
   epochs: 1               # or max_steps
   batch_size: 1           # {unit} in one forward of a rank
   gradient_accumulation: 8  # forwards in an optimizer step
-  learning_rate: {rate:<8}  # adapters want about ten times as much
+  learning_rate: {rate:<8} # adapters want about ten times as much
   scheduler: cosine       # or linear, constant, constant_with_warmup
   warmup: 0.03            # a share of the steps, or a number of them
   weight_decay: 0.0
