@@ -178,10 +178,32 @@ class _Page:
         self._lists[choice] = listed
         return choice
 
-    def _log(self, name: str, chosen: Any, shows: Callable[[Job, str], bool]) -> None:
-        """Makes a place for the output of the newest job that is about what is chosen."""
+    def _log(self, name: str, chosen: Any, *kinds: str) -> None:
+        """Makes a place for the output of the newest job of some kinds about what is chosen."""
+        self._log_where(name, chosen, lambda job, one: job.kind in kinds and job.subject == one)
+
+    def _log_where(self, name: str, chosen: Any, shows: Callable[[Job, str], bool]) -> None:
         output = gr.HTML(elem_classes="castor-log", elem_id=name, min_width=280)
         self._logs.append((output, chosen, shows))
+
+    def _about(self, tab: str, kind: str) -> tuple[gr.Dropdown, gr.Textbox]:
+        """Makes a choice of a run or a model, and options of a command about it."""
+        model = self._choice("Run or model", self._runs_and_models, elem_id=f"{tab}-model")
+        options = gr.Textbox(label=f"Options of castor {kind}", elem_id=f"{tab}-options")
+        self._on(model.change, self._options, model, options)
+        return model, options
+
+    def _begin(self, kind: str, model: str, *arguments: str, options: str = "", **more: Any) -> Job:
+        """Starts a command about a run or a model."""
+        if not model:
+            raise UsageError("choose a run or a model")
+        command = [kind, model, *arguments, *shlex.split(options)]
+        return self._place.start(kind, model, command, **more)
+
+    def _finish(self, job: Job) -> None:
+        """Waits for a command."""
+        while job.running:
+            time.sleep(_POLL_SECONDS)
 
     def _filled(self, *values: str | None) -> Any:
         """Looks up every choice again; where nothing is chosen, the newest thing is."""
@@ -376,11 +398,7 @@ class _Page:
         plan, show, save = _buttons(
             "Plan (castor train --dry-run)", "Show rows (castor data show)", "Save"
         )
-        self._log(
-            "recipe-output",
-            chosen,
-            lambda job, recipe: job.kind in ("show", "plan") and job.subject == recipe,
-        )
+        self._log("recipe-output", chosen, "show", "plan")
 
         def created(method: str, model: str, data: str, name: str) -> Any:
             path = self._place.path("recipes", name, ".yaml")
@@ -457,8 +475,7 @@ class _Page:
             self._on(event, refreshed, [recipe, seen], [state, *plots, log, seen])
 
     def _chat(self) -> None:
-        model = self._choice("Run or model", self._runs_and_models, elem_id="chat-model")
-        options = gr.Textbox(label="Options of castor serve", elem_id="chat-options")
+        model, options = self._about("chat", "serve")
         talk = gr.Chatbot(label="Conversation", height=360, buttons=["copy"], elem_id="talk")
         asked = gr.Textbox(label="Message", lines=2, submit_btn=True, elem_id="message")
         anew, free = _buttons("New conversation", "Stop the server")
@@ -469,9 +486,6 @@ class _Page:
         def kept(model: str | None) -> list[dict[str, str]]:
             file = file_of(model) if model else None
             return json.loads(file.read_text("utf-8")) if file and file.is_file() else []
-
-        def opened(model: str | None) -> Any:
-            return self._options(model), kept(model)
 
         def answered(model: str, options: str, text: str) -> Iterator[Any]:
             if not model or not text.strip():
@@ -488,7 +502,7 @@ class _Page:
             file_of(model).unlink(missing_ok=True)
             return []
 
-        self._on(model.change, opened, model, [options, talk])
+        self._on(model.change, kept, model, talk)
         self._on(asked.submit, answered, [model, options, asked], [talk, asked])
         self._on(anew.click, forgotten, model, talk)
         self._on(free.click, self._stop("serve"), model, None)
@@ -499,8 +513,7 @@ class _Page:
             found = _ADDRESS.search(job.log())
             if job.running and found:
                 return found[1]
-        command = ["serve", model, "--port", "0", *shlex.split(options)]
-        job = self._place.start("serve", model, command, environment=_QUIET)
+        job = self._begin("serve", model, "--port", "0", options=options, environment=_QUIET)
         while job.running:
             found = _ADDRESS.search(job.log())
             if found:
@@ -521,54 +534,37 @@ class _Page:
         [ask] = _buttons("Compare (castor chat, greedy)")
         with gr.Row():
             for name, chosen in (("answer-before", before), ("answer-after", after)):
-                self._log(
-                    name, chosen, lambda job, model: job.kind == "chat" and job.subject == model
-                )
+                self._log(name, chosen, "chat")
 
         def compared(before: str, after: str, prompt: str, most: int, options: str) -> None:
             if not (before and after and prompt.strip()):
                 raise UsageError("choose two models, and write a message")
             for model in (before, after):  # one after the other: a device holds one of them
                 limits = ["--temperature", "0", "--max-new-tokens", str(most)]
-                command = ["chat", model, *limits, *shlex.split(options)]
-                job = self._place.start(
-                    "chat", model, command, text=f"{prompt}\n", environment=_QUIET
-                )
-                while job.running:
-                    time.sleep(_POLL_SECONDS)
+                more = {"text": f"{prompt}\n", "environment": _QUIET}
+                self._finish(self._begin("chat", model, *limits, options=options, **more))
 
         self._on(after.change, self._options, after, options)
         self._on(ask.click, compared, [before, after, prompt, most, options], None)
 
     def _evaluate(self) -> None:
-        model = self._choice("Run or model", self._runs_and_models)
+        model, options = self._about("evaluate", "evaluate")
         with gr.Row():
             tasks = gr.Textbox(label="Tasks, separated by commas", elem_id="tasks")
             name = gr.Textbox("evaluation", label="Name of the result")
-        options = gr.Textbox(label="Options of castor evaluate", elem_id="evaluate-options")
         [start] = _buttons("Evaluate (castor evaluate)")
-        self._log(
-            "evaluate-output",
-            model,
-            lambda job, model: job.kind == "evaluate" and job.subject == model,
-        )
+        self._log("evaluate-output", model, "evaluate")
         table = gr.Dataframe(interactive=False, wrap=True, label="All evaluations")
 
         def evaluated(model: str, tasks: str, name: str, options: str) -> Any:
-            if not model or not tasks:
-                raise UsageError("choose a run or a model, and name tasks")
             to = self._place.path("evaluations", name, ".json").relative_to(self._place.root)
-            command = ["evaluate", model, "--tasks", tasks, "--output", str(to)]
-            command += shlex.split(options)
-            job = self._place.start("evaluate", model, command)
-            while job.running:
-                time.sleep(_POLL_SECONDS)
+            given = ("--tasks", tasks, "--output", str(to))
+            self._finish(self._begin("evaluate", model, *given, options=options))
             return tabled()
 
         def tabled() -> pd.DataFrame:
             return evaluations(self._place.root / "evaluations")
 
-        self._on(model.change, self._options, model, options)
         self._on(start.click, evaluated, [model, tasks, name, options], table)
         self._on(self.blocks.load, tabled, None, table)
 
@@ -579,37 +575,27 @@ class _Page:
             kind = gr.Radio(["safetensors", "gguf"], value="safetensors", label="Format")
             merge = gr.Checkbox(label="Merge the adapters into the weights")
         [start] = _buttons("Export (castor export)")
-        self._log(
-            "export-output", model, lambda job, model: job.kind == "export" and job.subject == model
-        )
+        self._log("export-output", model, "export")
 
         def exported(model: str, to: str, kind: str, merge: bool) -> None:
-            if not model or not to:
-                raise UsageError("choose a run or a model, and a place to write to")
             merging = ["--merge-adapter"] if merge else []
-            self._place.start("export", model, ["export", model, to, "--format", kind, *merging])
+            self._begin("export", model, to, "--format", kind, *merging)
 
         self._on(start.click, exported, [model, to, kind, merge], None)
 
     def _deploy(self) -> None:
-        model = self._choice("Run or model", self._runs_and_models, elem_id="deploy-model")
+        model, options = self._about("deploy", "serve")
         with gr.Row():
             port = gr.Number(8000, label="Port", precision=0, minimum=0, maximum=65535)
             key = gr.Textbox(label="API key that clients must show", type="password")
-        options = gr.Textbox(label="Options of castor serve", elem_id="deploy-options")
         start, stop = _buttons("Deploy (castor serve)", "Stop")
-        self._log(
-            "deploy-output", model, lambda job, model: job.kind == "serve" and job.subject == model
-        )
+        self._log("deploy-output", model, "serve")
 
         def deployed(model: str, port: int, key: str, options: str) -> None:
-            if not model:
-                raise UsageError("choose a run or a model")
-            command = ["serve", model, "--port", str(port), *shlex.split(options)]
-            secret = {"CASTOR_API_KEY": key} if key else {}
-            self._place.start("serve", model, command, environment=_QUIET | secret)
+            environment = _QUIET | ({"CASTOR_API_KEY": key} if key else {})
+            given = ("--port", str(port))
+            self._begin("serve", model, *given, options=options, environment=environment)
 
-        self._on(model.change, self._options, model, options)
         self._on(start.click, deployed, [model, port, key, options], None)
         self._on(stop.click, self._stop("serve"), model, None)
 
@@ -617,7 +603,7 @@ class _Page:
         gr.Markdown("Everything that was started here, also by an earlier page.")
         chosen = self._choice("Command", lambda: [described(one) for one in self._place.jobs()])
         [stop] = _buttons("Stop")
-        self._log("command-output", chosen, lambda job, number: job.folder.name == number)
+        self._log_where("command-output", chosen, lambda job, number: job.folder.name == number)
 
         def stopped(number: str | None) -> None:
             for job in self._place.jobs():
