@@ -159,7 +159,8 @@ def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
 ) -> None:
     assert weights(others / "resumed") == weights(trained)
     assert logged(others / "resumed") == logged(trained)
-    assert logged(others / "resumed", "grad_norm") == logged(trained, "grad_norm")
+    for name in ("grad_norm", "num_tokens"):
+        assert logged(others / "resumed", name) == logged(trained, name) != []
 
 
 def test_every_method_trains(others: Path) -> None:

@@ -501,6 +501,7 @@ def fit(recipe: Recipe) -> bool:
     reporter = Reporter(run / LOG, Console(highlight=False, soft_wrap=True))
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.add_callback(reporter)
+    trainer.add_callback(_token_count(trainer))
     resumed = last_checkpoint(run)
     try:
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
@@ -511,6 +512,22 @@ def fit(recipe: Recipe) -> bool:
     trainer.save_model()
     trainer.save_state()
     return True
+
+
+def _token_count(trainer: Any) -> Any:
+    """Returns a callback with which the count of trained tokens goes on behind a resume.
+
+    TRL 1.16 keeps it in the process, and no checkpoint has it.
+    """
+    from transformers import TrainerCallback
+
+    class TokenCount(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
+            if counts:
+                trainer._total_train_tokens = int(counts[-1])
+
+    return TokenCount()
 
 
 def make_trainer(recipe: Recipe) -> Any:
