@@ -1,4 +1,4 @@
-#include "torch/expert_cache.h"
+#include "torch/torch_expert_cache.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -13,7 +13,7 @@ namespace castor {
 
 void bind_expert_cache(py::module_& module) {
   const auto released = py::call_guard<py::gil_scoped_release>();
-  py::class_<ExpertCache, std::shared_ptr<ExpertCache>>(module, "ExpertCache")
+  py::class_<TorchExpertCache, std::shared_ptr<TorchExpertCache>>(module, "ExpertCache")
       .def(py::init([](std::shared_ptr<Session> session,
                        const std::vector<std::vector<std::uint32_t>>& layers) {
              std::vector<std::vector<ParamId>> params;
@@ -24,9 +24,9 @@ void bind_expert_cache(py::module_& module) {
                }
              }
              return without_gil([&] {
-               return std::shared_ptr<ExpertCache>(
-                   new ExpertCache(std::move(session), std::move(params)),
-                   [](const ExpertCache* ended) {
+               return std::shared_ptr<TorchExpertCache>(
+                   new TorchExpertCache(std::move(session), std::move(params)),
+                   [](const TorchExpertCache* ended) {
                      const GilRelease without;
                      delete ended;
                    });
@@ -35,7 +35,7 @@ void bind_expert_cache(py::module_& module) {
            py::arg("session"), py::arg("layers"))
       .def(
           "fetch",
-          [](ExpertCache& self, std::size_t layer, const std::vector<std::int64_t>& experts)
+          [](TorchExpertCache& self, std::size_t layer, const std::vector<std::int64_t>& experts)
               -> std::optional<
                   std::tuple<std::vector<at::Tensor>, std::vector<std::int64_t>, std::int64_t>> {
             auto rows = without_gil([&] { return self.fetch(layer, experts); });
@@ -45,11 +45,19 @@ void bind_expert_cache(py::module_& module) {
             return std::tuple(std::move(rows->params), std::move(rows->places), rows->num_places);
           },
           py::arg("layer"), py::arg("experts"))
-      .def("wait_for", &ExpertCache::await, py::arg("layer"), py::arg("param"), released)
-      .def("release", &ExpertCache::release, py::arg("layer"), released)
-      .def("clear", &ExpertCache::clear, released)
-      .def("figures", [](const ExpertCache& self) {
-        const ExpertCache::Figures figures = without_gil([&] { return self.figures(); });
+      .def(
+          "wait_for",
+          [](TorchExpertCache& self, std::size_t layer, std::size_t param) {
+            self.cache().await(layer, param);
+          },
+          py::arg("layer"), py::arg("param"), released)
+      .def(
+          "release", [](TorchExpertCache& self, std::size_t layer) { self.cache().release(layer); },
+          py::arg("layer"), released)
+      .def(
+          "clear", [](TorchExpertCache& self) { self.cache().clear(); }, released)
+      .def("figures", [](const TorchExpertCache& self) {
+        const ExpertCache::Figures figures = without_gil([&] { return self.cache().figures(); });
         return py::dict(py::arg("expert_hits") = figures.hits,
                         py::arg("expert_misses") = figures.misses,
                         py::arg("expert_fetched_bytes") = figures.fetched_bytes,

@@ -22,7 +22,7 @@
 #include "parallel/idle_thread.h"
 #include "parallel/make_executor.h"
 #include "python/bindings.h"
-#include "torch/torch_copy_engine.h"
+#include "torch/cpu_backend.h"
 
 namespace py = pybind11;
 
@@ -105,11 +105,11 @@ double copy_bandwidth(std::size_t num_bytes, std::size_t repetitions) {
   const Block source = host.allocate(num_bytes, "");
   const Block target = host.allocate(num_bytes, "");
   std::memset(source.data(), 1, num_bytes);
-  TorchCopyEngine engine;
+  const std::unique_ptr<CopyEngine> engine = make_cpu_copy_engine();
   const auto copy = [&] {
-    engine.wait(engine.submit({.source = {source.data(), num_bytes},
-                               .target = {target.data(), num_bytes},
-                               .direction = CopyDirection::kHostToDevice}));
+    engine->wait(engine->submit({.source = {source.data(), num_bytes},
+                                 .target = {target.data(), num_bytes},
+                                 .direction = CopyDirection::kHostToDevice}));
   };
   copy();  // touches the pages and wakes the threads
   using Clock = std::chrono::steady_clock;

@@ -3,8 +3,9 @@
 #include "host/host_arena.h"
 #include "host/slot_arena.h"
 #include "parallel/async_copy_engine.h"
+#include "parallel/immediate_copy_engine.h"
+#include "torch/chunk_storages.h"
 #include "torch/counting_allocator.h"
-#include "torch/torch_copy_engine.h"
 #include "torch/torch_device.h"
 
 namespace castor {
@@ -21,7 +22,7 @@ class CpuBackend final : public DeviceBackend {
   // At memory speed a copy is over soonest when all cores take part; a link leaves them free.
   [[nodiscard]] std::unique_ptr<CopyEngine> make_copy_engine() override {
     if (link_bytes_per_second_ == 0) {
-      return std::make_unique<TorchCopyEngine>();
+      return make_cpu_copy_engine();
     }
     return std::make_unique<AsyncCopyEngine>(
         AsyncCopyOptions{.bytes_per_second = link_bytes_per_second_, .copy = {}});
@@ -46,6 +47,11 @@ class CpuBackend final : public DeviceBackend {
 };
 
 }  // namespace
+
+std::unique_ptr<CopyEngine> make_cpu_copy_engine() {
+  return std::make_unique<ImmediateCopyEngine>(
+      [](const CopyRequest& request) { copy_on_cpu(request.source, request.target.data()); });
+}
 
 std::shared_ptr<DeviceBackend> make_cpu_backend(std::uint64_t link_bytes_per_second) {
   return std::make_shared<CpuBackend>(link_bytes_per_second);

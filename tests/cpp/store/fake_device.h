@@ -17,6 +17,7 @@
 #include "core/fakes.h"
 #include "optim/test_support.h"
 #include "parallel/async_copy_engine.h"
+#include "parallel/immediate_copy_engine.h"
 #include "store/device_backend.h"
 
 // A device in host memory, for the tests of the stores: with kernels and memory of its own, or the
@@ -25,21 +26,6 @@ namespace castor::testing {
 
 /// Place where a FakeDevice computes: in kernels of its own, as a GPU does, or on the host.
 enum class Computes { kOnHost, kByItself };
-
-/// Copies on the calling thread, before submit() returns.
-class ImmediateCopyEngine final : public CopyEngine {
- public:
-  CopyTicket submit(const CopyRequest& request) override {
-    if (request.await_source) {
-      request.await_source();
-    }
-    std::memcpy(request.target.data(), request.source.data(), request.source.size());
-    return CopyTicket::kNone;
-  }
-  void wait(CopyTicket /*ticket*/) override {}
-  bool done(CopyTicket /*ticket*/) override { return true; }
-  [[nodiscard]] bool asynchronous() const noexcept override { return false; }
-};
 
 /// A lane whose copies run on threads of their own.
 class FakeLane final : public DeviceLane {

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/Storage.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -10,11 +7,15 @@
 #include <span>
 #include <vector>
 
+#include "core/chunk_layout.h"
 #include "core/copy_engine.h"
+#include "core/ledger.h"
 #include "core/mutex.h"
+#include "core/nonmodel_memory.h"
 #include "core/peaks.h"
 #include "core/spare_memory.h"
-#include "torch/session.h"
+#include "store/device_memory.h"
+#include "store/session_device.h"
 
 namespace castor {
 
@@ -23,8 +24,8 @@ namespace castor {
 ///
 /// Each layer has a number of *places*, and an expert of the layer in each: the expert's rows of
 /// every parameter. A call of the layer brings the experts that it needs and that are not there,
-/// over the ones used least recently. The places of a layer are one tensor for each parameter, so
-/// that the layer's own forward can compute with them.
+/// over the ones used least recently. The places of a layer are one block of memory for each
+/// parameter, so that the layer's own forward can compute with them as a tensor.
 ///
 /// The memory is torch's, on the account of the model's activations. The layers take what the
 /// budget leaves beside the chunks of all other parameters and the highest non-model memory of the
@@ -32,7 +33,7 @@ namespace castor {
 /// share has no room for a call's experts has memory for that call alone.
 ///
 /// fetch(), await() and release() are called by the thread whose forward is under way; everything
-/// else by any thread. Shares the session.
+/// else by any thread. Owned by TorchExpertCache, which makes tensors of the rows.
 class ExpertCache final : public SpareMemory {
  public:
   /// Figures of a run so far, and the bytes that the layers have now.
@@ -44,24 +45,50 @@ class ExpertCache final : public SpareMemory {
   };
   /// Experts of a call, on the device.
   struct Rows {
-    /// For each parameter of the layer a tensor [num_places, ...], which is ready after await().
-    std::vector<at::Tensor> params;
+    /// For each parameter of the layer the memory of its rows, by place; ready after await().
+    std::vector<std::shared_ptr<DeviceMemory>> params;
     /// Place of each expert of the call.
     std::vector<std::int64_t> places;
     std::int64_t num_places = 0;
   };
 
-  /// `layers`: parameters of each layer, in order of execution. The first dimension of each
-  /// parameter is the layer's number of experts. Throws InvalidArgument where the parameters of a
-  /// layer differ in that, or are not contiguous.
-  ExpertCache(std::shared_ptr<Session> session, std::vector<std::vector<ParamId>> layers);
-  ~ExpertCache() override;
+  /// Layer whose parameters have a row for each expert.
+  struct LayerSpec {
+    std::vector<ParamId> params;
+    std::vector<std::size_t> row_bytes;  ///< per parameter
+    std::int64_t num_experts = 0;
+  };
+  /// The model whose experts are cached, as a session knows it.
+  class Model {
+   public:
+    virtual ~Model() = default;
+    /// Same as Session::begin_rows and Session::take_written.
+    [[nodiscard]] virtual bool begin_rows(std::span<const ChunkId> chunks) = 0;
+    [[nodiscard]] virtual bool take_written(ChunkId chunk) = 0;
+    /// Returns the address of a parameter's first element in host storage.
+    [[nodiscard]] virtual const std::byte* on_host(ParamId param) const = 0;
+    /// Returns the device bytes of chunks that stay between the passes, of all models.
+    [[nodiscard]] virtual std::size_t lasting_bytes() const = 0;
+  };
+  /// Parts of the session that the cache uses. All outlive it.
+  struct Parts {
+    Model& model;
+    const ChunkLayout& layout;
+    const Ledger& device;
+    NonModelMemory& nonmodel;
+    CopyEngine& copies;
+    const SessionDevice& compute;
+    TakeDeviceMemory take;
+  };
+
+  /// `layers`: in order of execution.
+  ExpertCache(Parts parts, std::vector<LayerSpec> layers);
   ExpertCache(const ExpertCache&) = delete;
   ExpertCache& operator=(const ExpertCache&) = delete;
 
   /// Begins a call of a layer that needs `experts`, which are distinct: begins the copies of those
   /// that are not on the device. Returns nullopt where the layer's chunks have to come to the
-  /// device instead (Session::begin_rows). Otherwise release() follows. Throws what begin_rows
+  /// device instead (Model::begin_rows). Otherwise release() follows. Throws what begin_rows
   /// throws, and OutOfMemory.
   [[nodiscard]] std::optional<Rows> fetch(std::size_t layer, std::span<const std::int64_t> experts);
   /// Makes the current stream wait for the copies of a parameter of the layer, given by its
@@ -77,14 +104,13 @@ class ExpertCache final : public SpareMemory {
 
  private:
   static constexpr std::int64_t kNone = -1;
+  using Memories = std::vector<std::shared_ptr<DeviceMemory>>;
   struct Layer {
-    std::vector<ParamId> params;
+    LayerSpec spec;
     std::vector<ChunkId> chunks;
-    std::vector<std::size_t> row_bytes;  // per parameter
     std::size_t expert_bytes = 0;
-    std::int64_t num_experts = 0;
 
-    std::vector<c10::Storage> storages;            // per parameter; empty: the layer has no places
+    Memories memory;                               // per parameter; empty: the layer has no places
     std::vector<std::int64_t> expert_at;           // per place
     std::vector<std::int64_t> place_of;            // per expert
     std::vector<std::uint64_t> used;               // per place: number of the last call
@@ -95,7 +121,6 @@ class ExpertCache final : public SpareMemory {
       return static_cast<std::int64_t>(expert_at.size());
     }
   };
-  using Dropped = std::vector<c10::Storage>;  // freed without the mutex
 
   [[nodiscard]] std::size_t places_for(const Layer& layer) const;
   void note_activity(std::size_t layer);
@@ -104,9 +129,10 @@ class ExpertCache final : public SpareMemory {
       CASTOR_REQUIRES(mutex_);
   void forget_written(const Layer& layer);
   static void forget(Layer& layer);
-  void drop(Layer& layer, Dropped& dropped) CASTOR_REQUIRES(mutex_);
+  /// Moves the layer's memory into `dropped`, which is freed without the mutex.
+  void drop(Layer& layer, Memories& dropped) CASTOR_REQUIRES(mutex_);
 
-  const std::shared_ptr<Session> session_;
+  const Parts parts_;
   std::size_t streamed_bytes_ = 0;  // of the chunks that no pass reads by the row
   std::size_t layers_bytes_ = 0;    // of all experts
   Peaks::Window nonmodel_;          // since the last call

@@ -1,25 +1,32 @@
-#include "torch/torch_copy_engine.h"
+#include "parallel/immediate_copy_engine.h"
 
+#include <cstring>
 #include <string>
+#include <utility>
 
 #include "core/check_copy.h"
 #include "core/error.h"
-#include "torch/chunk_storages.h"
 
 namespace castor {
 
-CopyTicket TorchCopyEngine::submit(const CopyRequest& request) {
+ImmediateCopyEngine::ImmediateCopyEngine(Copy copy) : copy_(std::move(copy)) {}
+
+CopyTicket ImmediateCopyEngine::submit(const CopyRequest& request) {
   check_copy(request);
   if (request.await_source) {
     request.await_source();
   }
-  copy_on_cpu(request.source, request.target.data());
+  if (copy_) {
+    copy_(request);
+  } else if (!request.source.empty()) {
+    std::memcpy(request.target.data(), request.source.data(), request.source.size());
+  }
   return CopyTicket{last_ticket_.fetch_add(1, std::memory_order_relaxed) + 1};
 }
 
-void TorchCopyEngine::wait(CopyTicket ticket) { (void)done(ticket); }
+void ImmediateCopyEngine::wait(CopyTicket ticket) { (void)done(ticket); }
 
-bool TorchCopyEngine::done(CopyTicket ticket) {
+bool ImmediateCopyEngine::done(CopyTicket ticket) {
   const auto number = static_cast<std::uint64_t>(ticket);
   const std::uint64_t last = last_ticket_.load(std::memory_order_relaxed);
   if (number > last) {

@@ -1,4 +1,4 @@
-#include "torch/torch_copy_engine.h"
+#include "parallel/immediate_copy_engine.h"
 
 #include <gtest/gtest.h>
 
@@ -20,9 +20,8 @@ using testing::random_bytes;
 
 using Bytes = std::vector<std::byte>;
 
-TEST(TorchCopyEngineTest, CopiesExactlyTheBytesAskedForFromAndToAnyAddress) {
-  // Torch splits a copy among its threads from 32,768 elements on.
-  TorchCopyEngine engine;
+TEST(ImmediateCopyEngineTest, CopiesExactlyTheBytesAskedForFromAndToAnyAddress) {
+  ImmediateCopyEngine engine;
   for (const std::size_t bytes : {0U, 1U, 63U, 4096U, 32'767U, 32'769U, 1'000'003U}) {
     for (const std::size_t skew : {0U, 1U, 7U}) {
       const Bytes source = random_bytes(bytes + skew, 1);
@@ -40,8 +39,8 @@ TEST(TorchCopyEngineTest, CopiesExactlyTheBytesAskedForFromAndToAnyAddress) {
   }
 }
 
-TEST(TorchCopyEngineTest, UnequalSizesAreRefusedAndNothingIsWritten) {
-  TorchCopyEngine engine;
+TEST(ImmediateCopyEngineTest, UnequalSizesAreRefusedAndNothingIsWritten) {
+  ImmediateCopyEngine engine;
   const Bytes source(10, std::byte{1});
   Bytes target(11, std::byte{2});
   EXPECT_THROW((void)engine.submit({.source = source, .target = target}), InvalidArgument);
@@ -49,8 +48,8 @@ TEST(TorchCopyEngineTest, UnequalSizesAreRefusedAndNothingIsWritten) {
   EXPECT_THROW((void)engine.submit({.source = source, .target = {}}), InvalidArgument);
 }
 
-TEST(TorchCopyEngineTest, OverlappingBuffersAreRefused) {
-  TorchCopyEngine engine;
+TEST(ImmediateCopyEngineTest, OverlappingBuffersAreRefused) {
+  ImmediateCopyEngine engine;
   Bytes bytes(100);
   const std::span all(bytes);
   EXPECT_THROW((void)engine.submit({.source = all.first(60), .target = all.last(60)}),
@@ -59,8 +58,8 @@ TEST(TorchCopyEngineTest, OverlappingBuffersAreRefused) {
   EXPECT_NO_THROW((void)engine.submit({.source = all.first(50), .target = all.last(50)}));
 }
 
-TEST(TorchCopyEngineTest, TicketsGrowAndUnknownOnesAreRefused) {
-  TorchCopyEngine engine;
+TEST(ImmediateCopyEngineTest, TicketsGrowAndUnknownOnesAreRefused) {
+  ImmediateCopyEngine engine;
   const Bytes source(8);
   Bytes target(8);
   EXPECT_TRUE(engine.done(CopyTicket::kNone));
@@ -75,8 +74,8 @@ TEST(TorchCopyEngineTest, TicketsGrowAndUnknownOnesAreRefused) {
   EXPECT_THROW((void)engine.done(CopyTicket{3}), InvalidArgument);
 }
 
-TEST(TorchCopyEngineTest, ACopyAwaitsItsSourceAndFailsWithIt) {
-  TorchCopyEngine engine;
+TEST(ImmediateCopyEngineTest, ACopyAwaitsItsSourceAndFailsWithIt) {
+  ImmediateCopyEngine engine;
   Bytes source(64);
   Bytes target(64);
   const CopyTicket ticket = engine.submit({.source = source, .target = target, .await_source = [&] {
@@ -92,10 +91,10 @@ TEST(TorchCopyEngineTest, ACopyAwaitsItsSourceAndFailsWithIt) {
       << "the failed copy got a ticket";
 }
 
-TEST(TorchCopyEngineTest, ConcurrentHammerGivesEveryCopyItsOwnTicket) {
+TEST(ImmediateCopyEngineTest, ConcurrentHammerGivesEveryCopyItsOwnTicket) {
   constexpr std::size_t kThreads = 4;
   constexpr std::size_t kCopies = 100;
-  TorchCopyEngine engine;
+  ImmediateCopyEngine engine;
   std::vector<std::vector<CopyTicket>> tickets(kThreads);
   std::atomic<std::size_t> num_wrong{0};
   {

@@ -1,71 +1,47 @@
-#include "torch/expert_cache.h"
-
-#include <ATen/ATen.h>
+#include "store/expert_cache.h"
 
 #include <algorithm>
 #include <exception>
-#include <string>
 #include <utility>
-
-#include "core/error.h"
-#include "torch/chunk_storages.h"
-#include "torch/torch_device.h"
 
 namespace castor {
 
-ExpertCache::ExpertCache(std::shared_ptr<Session> session, std::vector<std::vector<ParamId>> layers)
-    : session_(std::move(session)),
-      nonmodel_(session_->memory().nonmodel()->peaks(), session_->memory().nonmodel()->bytes()) {
-  const ChunkLayout& layout = session_->layout();
-  for (std::size_t i = 0; i < layout.chunks().size(); ++i) {
-    const ChunkSpec& chunk = layout.chunks()[i];
+ExpertCache::ExpertCache(Parts parts, std::vector<LayerSpec> layers)
+    : parts_(std::move(parts)), nonmodel_(parts_.nonmodel.peaks(), parts_.nonmodel.bytes()) {
+  for (const ChunkSpec& chunk : parts_.layout.chunks()) {
     streamed_bytes_ += chunk.by_row || chunk.read_on_host ? 0 : chunk.capacity_bytes;
   }
-  for (std::vector<ParamId>& params : layers) {
+  for (LayerSpec& spec : layers) {
     Layer& layer = layers_.emplace_back();
-    layer.params = std::move(params);
-    for (const ParamId param : layer.params) {
-      const at::Tensor& tensor = session_->parameter(param);
-      const std::int64_t num_experts = tensor.dim() == 0 ? 0 : tensor.size(0);
-      layer.num_experts = layer.row_bytes.empty() ? num_experts : layer.num_experts;
-      if (num_experts != layer.num_experts || num_experts == 0 || !tensor.is_contiguous()) {
-        throw InvalidArgument("parameter '" + layout.param(param).name + "' has " +
-                              std::to_string(num_experts) + " experts in its first dimension, of " +
-                              std::to_string(layer.num_experts) +
-                              " in its layer; they have to be as many, and contiguous");
-      }
-      layer.row_bytes.push_back(tensor.nbytes() / static_cast<std::size_t>(num_experts));
-      layer.expert_bytes += layer.row_bytes.back();
-      const ChunkId chunk = layout.place(param).chunk;
+    layer.spec = std::move(spec);
+    for (std::size_t i = 0; i < layer.spec.params.size(); ++i) {
+      layer.expert_bytes += layer.spec.row_bytes[i];
+      const ChunkId chunk = parts_.layout.place(layer.spec.params[i]).chunk;
       if (std::ranges::find(layer.chunks, chunk) == layer.chunks.end()) {
         layer.chunks.push_back(chunk);
       }
     }
-    layer.place_of.assign(static_cast<std::size_t>(layer.num_experts), kNone);
-    layer.tickets.resize(layer.params.size());
-    layers_bytes_ += layer.expert_bytes * static_cast<std::size_t>(layer.num_experts);
+    layer.place_of.assign(static_cast<std::size_t>(layer.spec.num_experts), kNone);
+    layer.tickets.resize(layer.spec.params.size());
+    layers_bytes_ += layer.expert_bytes * static_cast<std::size_t>(layer.spec.num_experts);
   }
-  session_->runtime().set_spare(this);
 }
-
-ExpertCache::~ExpertCache() { session_->runtime().set_spare(nullptr); }
 
 // Shares of the room are as the layers' bytes.
 std::size_t ExpertCache::places_for(const Layer& layer) const {
-  const Runtime& runtime = session_->runtime();
-  const std::size_t budget = session_->memory().device_tier()->ledger().budget();
-  const std::size_t taken = runtime.lasting_bytes() + runtime.bytes_of_others() + streamed_bytes_ +
-                            std::max(peak_, previous_peak_);
+  const std::size_t budget = parts_.device.budget();
+  const std::size_t taken =
+      parts_.model.lasting_bytes() + streamed_bytes_ + std::max(peak_, previous_peak_);
   const double room = budget > taken ? static_cast<double>(budget - taken) : 0.0;
   const auto places = static_cast<std::size_t>(room / static_cast<double>(layers_bytes_) *
-                                               static_cast<double>(layer.num_experts));
-  return std::min(places, static_cast<std::size_t>(layer.num_experts));
+                                               static_cast<double>(layer.spec.num_experts));
+  return std::min(places, static_cast<std::size_t>(layer.spec.num_experts));
 }
 
 // The cache has as many bytes as after the last call, or fewer: then this takes the activity for
 // higher than it was.
 void ExpertCache::note_activity(std::size_t layer) {
-  const std::size_t highest = nonmodel_.take(session_->memory().nonmodel()->bytes());
+  const std::size_t highest = nonmodel_.take(parts_.nonmodel.bytes());
   const std::size_t own = figures().cache_bytes;
   if (layer <= last_layer_) {  // another pass
     previous_peak_ = std::exchange(peak_, 0);
@@ -77,7 +53,7 @@ void ExpertCache::note_activity(std::size_t layer) {
 std::optional<ExpertCache::Rows> ExpertCache::fetch(std::size_t layer,
                                                     std::span<const std::int64_t> experts) {
   Layer& own = layers_.at(layer);
-  if (experts.empty() || !session_->begin_rows(own.chunks)) {
+  if (experts.empty() || !parts_.model.begin_rows(own.chunks)) {
     return std::nullopt;
   }
   note_activity(layer);
@@ -95,21 +71,14 @@ std::optional<ExpertCache::Rows> ExpertCache::fetch(std::size_t layer,
     release(layer);
     throw;
   }
-  for (std::size_t i = 0; i < own.params.size(); ++i) {
-    const at::Tensor& param = session_->parameter(own.params[i]);
-    ParamGeometry geometry{at::DimVector(param.sizes()), at::DimVector(param.strides())};
-    geometry.sizes[0] = own.num_places();
-    rows.params.push_back(
-        tensor_over(own.storages[i], param.scalar_type(), /*offset=*/0, geometry));
-  }
-  static_cast<void>(nonmodel_.take(session_->memory().nonmodel()->bytes()));
+  static_cast<void>(nonmodel_.take(parts_.nonmodel.bytes()));
   return rows;
 }
 
 // A chunk may hold parameters of several layers.
 void ExpertCache::forget_written(const Layer& layer) {
   for (const ChunkId chunk : layer.chunks) {
-    if (!session_->take_written(chunk)) {
+    if (!parts_.model.take_written(chunk)) {
       continue;
     }
     const MutexLock lock(mutex_);
@@ -130,7 +99,7 @@ void ExpertCache::forget(Layer& layer) {
 // Memory is taken without the mutex: whoever makes room for it asks other layers to give way.
 void ExpertCache::make_places(Layer& layer, std::size_t num_needed) {
   const std::size_t share = places_for(layer);
-  Dropped dropped;
+  Memories dropped;
   std::size_t num_places = num_needed;
   {
     const MutexLock lock(mutex_);
@@ -141,16 +110,14 @@ void ExpertCache::make_places(Layer& layer, std::size_t num_needed) {
     drop(layer, dropped);
   }
   dropped.clear();
-  const std::size_t available = session_->memory().device_tier()->ledger().available();
+  const std::size_t available = parts_.device.available();
   num_places = std::max(num_needed, std::min(share, available / layer.expert_bytes));
-  const auto options = at::TensorOptions().dtype(at::kByte).device(session_->torch_device());
-  std::vector<c10::Storage> storages;
-  for (const std::size_t row_bytes : layer.row_bytes) {
-    storages.push_back(
-        at::empty({static_cast<std::int64_t>(row_bytes * num_places)}, options).storage());
+  Memories memory;
+  for (const std::size_t row_bytes : layer.spec.row_bytes) {
+    memory.push_back(parts_.take(row_bytes * num_places));
   }
   const MutexLock lock(mutex_);
-  layer.storages = std::move(storages);
+  layer.memory = std::move(memory);
   layer.expert_at.assign(num_places, kNone);
   layer.used.assign(num_places, 0);
   layer.for_one_call = num_places > share;
@@ -182,21 +149,21 @@ void ExpertCache::bring(Layer& layer, std::span<const std::int64_t> experts, Row
     rows.places.push_back(place);
   }
   rows.num_places = layer.num_places();
+  rows.params = layer.memory;
   figures_.hits += experts.size() - missing.size();
   figures_.misses += missing.size();
   figures_.fetched_bytes += missing.size() * layer.expert_bytes;
   // The parameters one after the other: forward computes with the first while others come.
-  for (std::size_t i = 0; i < layer.params.size(); ++i) {
-    const std::byte* const source =
-        session_->updates().states().element(layer.params[i], PayloadKind::kParam);
-    auto* const target = static_cast<std::byte*>(layer.storages[i].mutable_data());
-    const std::size_t row_bytes = layer.row_bytes[i];
+  for (std::size_t i = 0; i < layer.spec.params.size(); ++i) {
+    const std::byte* const source = parts_.model.on_host(layer.spec.params[i]);
+    std::byte* const target = layer.memory[i]->data();
+    const std::size_t row_bytes = layer.spec.row_bytes[i];
     for (const auto& [expert, place] : missing) {
-      layer.tickets[i].push_back(session_->chunks().copies().submit(
+      layer.tickets[i].push_back(parts_.copies.submit(
           {.source = {source + static_cast<std::size_t>(expert) * row_bytes, row_bytes},
            .target = {target + static_cast<std::size_t>(place) * row_bytes, row_bytes},
            .direction = CopyDirection::kHostToDevice,
-           .behind = session_->memory().device().current_stream(),
+           .behind = parts_.compute.current_stream(),
            .await_source = {}}));
     }
   }
@@ -208,7 +175,7 @@ void ExpertCache::await(std::size_t layer, std::size_t param) {
   std::exception_ptr failure;
   for (const CopyTicket ticket : tickets) {
     try {
-      session_->chunks().copies().order(ticket, session_->memory().device().current_stream());
+      parts_.copies.order(ticket, parts_.compute.current_stream());
     } catch (...) {
       failure = std::current_exception();
     }
@@ -223,14 +190,14 @@ void ExpertCache::await(std::size_t layer, std::size_t param) {
 void ExpertCache::release(std::size_t layer) {
   Layer& own = layers_.at(layer);
   std::exception_ptr failure;
-  for (std::size_t i = 0; i < own.params.size(); ++i) {
+  for (std::size_t i = 0; i < own.spec.params.size(); ++i) {
     try {
       await(layer, i);
     } catch (...) {
       failure = std::current_exception();
     }
   }
-  Dropped dropped;
+  Memories dropped;
   {
     const MutexLock lock(mutex_);
     own.in_use = false;
@@ -243,13 +210,11 @@ void ExpertCache::release(std::size_t layer) {
   }
 }
 
-void ExpertCache::drop(Layer& layer, Dropped& dropped) {
+void ExpertCache::drop(Layer& layer, Memories& dropped) {
   figures_.cache_bytes -= layer.expert_at.size() * layer.expert_bytes;
-  for (c10::Storage& storage : layer.storages) {
-    dropped.push_back(std::move(storage));
-  }
+  dropped.insert(dropped.end(), layer.memory.begin(), layer.memory.end());
   forget(layer);
-  layer.storages.clear();
+  layer.memory.clear();
   layer.expert_at.clear();
   layer.used.clear();
   layer.for_one_call = false;
@@ -258,12 +223,12 @@ void ExpertCache::drop(Layer& layer, Dropped& dropped) {
 void ExpertCache::clear() noexcept { static_cast<void>(give_up(~std::size_t{0})); }
 
 bool ExpertCache::give_up(std::size_t bytes) noexcept {
-  Dropped dropped;
+  Memories dropped;
   const MutexLock lock(mutex_);
   for (std::size_t freed = 0; freed < bytes;) {
     Layer* largest = nullptr;
     for (Layer& layer : layers_) {
-      if (!layer.in_use && !layer.storages.empty() &&
+      if (!layer.in_use && !layer.memory.empty() &&
           (largest == nullptr || layer.num_places() > largest->num_places())) {
         largest = &layer;
       }
