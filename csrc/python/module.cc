@@ -231,7 +231,7 @@ py::dict report(Session& session) {
   figures["host_bytes"] = session.memory().host_tier()->ledger().used();
   figures["host_budget_bytes"] = session.memory().host_tier()->ledger().budget();
   figures["h2d_bytes"] = transfers.h2d_bytes;
-  figures["d2h_bytes"] = transfers.d2h_bytes + session.gradient_bytes_moved();
+  figures["d2h_bytes"] = transfers.d2h_bytes + session.gradients().bytes_moved();
   figures["demand_fetches"] = counts.demand_fetches;
   figures["prefetch_hits"] = counts.prefetch_hits;
   figures["evictions"] = transfers.evictions;
@@ -284,7 +284,7 @@ py::dict report(Session& session) {
 std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> step_figures(Session& session) {
   const TransferCounts transfers = session.runtime().transfers();
   return {session.runtime().step_peak_device_bytes(), transfers.h2d_bytes,
-          transfers.d2h_bytes + session.gradient_bytes_moved()};
+          transfers.d2h_bytes + session.gradients().bytes_moved()};
 }
 
 py::dict memory(Session& session) {
@@ -427,12 +427,16 @@ PYBIND11_MODULE(_C, m) {
             return castor::TurnScope(self, std::move(what), runs_backward);
           },
           py::arg("what"), py::kw_only(), py::arg("runs_backward") = false)
-      .def("set_loss_scale", &Session::set_loss_scale, released)
-      .def("synchronise", &Session::synchronise)
+      .def(
+          "set_loss_scale",
+          [](Session& session, double scale) { session.gradients().set_loss_scale(scale); },
+          released)
+      .def("synchronise",
+           [](Session& session, bool on) { return session.updates().synchronise(on); })
       .def("reduce_gradients", &Session::reduce_gradients, py::arg("optimizer"), released)
       .def("gradient_marks",
            [](const Session& session) {
-             const castor::GradientMarks marks = session.gradient_marks();
+             const castor::GradientMarks marks = session.gradients().marks();
              return std::pair(marks.present, marks.scale);
            })
       .def(
@@ -443,7 +447,7 @@ PYBIND11_MODULE(_C, m) {
           py::arg("param"), py::arg("scale"), released)
       .def("collect_gradients", &Session::collect_gradients, py::arg("with_norm"), released)
       .def("scale_gradients", &Session::scale_gradients, released)
-      .def("refuse_gradient_edits", &Session::refuse_gradient_edits)
+      .def("refuse_gradient_edits", [](Session& session) { session.gradients().refuse_edits(); })
       .def("update", &castor::update, py::arg("groups"), py::arg("group_of"), py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
       .def("meet_to_load", &Session::meet_to_load, released)
@@ -451,7 +455,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("weights"), py::arg("states"), released)
       .def("end_load", castor::with_run_load(&Session::end_load), py::kw_only(), py::arg("weights"),
            py::arg("states"), released)
-      .def("share_weights", &Session::share_weights, released)
+      .def(
+          "share_weights", [](Session& session) { session.updates().share_weights(); }, released)
       .def_property_readonly("consistent", py::cpp_function(&Session::consistent, released))
       .def("stay_with_parent",
            [](const py::object& self) {

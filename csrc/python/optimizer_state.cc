@@ -42,20 +42,21 @@ OptimizerState& settled_to_write(Session& session, std::uint32_t param) {
 void bind_optimizer_state(SessionClass& session) {
   const auto released = py::call_guard<py::gil_scoped_release>();
   session
-      .def_property_readonly("optim_state_format",
-                             [](const Session& self) {
-                               return std::string(to_string(self.optimizer_state().format()));
-                             })
+      .def_property_readonly(
+          "optim_state_format",
+          [](const Session& self) {
+            return std::string(to_string(self.optimizer_state().values().format()));
+          })
       .def(
           "state_names",
           [](const Session& self, std::uint32_t param) {
-            return self.optimizer_state().names(id(param));
+            return self.optimizer_state().values().names(id(param));
           },
           py::arg("param"))
       .def(
           "state_format",
           [](const Session& self, std::uint32_t param) {
-            return self.optimizer_state().format(id(param));
+            return self.optimizer_state().values().format(id(param));
           },
           py::arg("param"))
       .def(

@@ -85,4 +85,12 @@ void SessionChunks::end() {
   }
 }
 
+GateGroups::Guard SessionChunks::guard_of(ChunkId chunk, PayloadKind kind) const {
+  if (kind == PayloadKind::kParam ? stored(chunk) : absent_gradients(chunk)) {
+    return GateGroups::Guard::kBrought;
+  }
+  return memory_.device().computes_by_itself() ? GateGroups::Guard::kHeld
+                                               : GateGroups::Guard::kNone;
+}
+
 }  // namespace castor

@@ -10,6 +10,7 @@
 #include "core/placement.h"
 #include "parallel/update_queue.h"
 #include "store/address_follower.h"
+#include "store/gate_groups.h"
 #include "store/gradient_shards.h"
 #include "store/session_memory.h"
 #include "store/stored_weights.h"
@@ -62,6 +63,10 @@ class SessionChunks {
   [[nodiscard]] bool absent_gradients(ChunkId chunk) const {
     return sharded_gradients(chunk) || manager_->gradients_stored(chunk);
   }
+  /// Returns how operators on the chunk's parameters or gradients have to be guarded. On a device
+  /// whose freed memory is lent out at once, what an operator has the address of must not leave
+  /// before its kernel is given to a stream (docs/design/0021).
+  [[nodiscard]] GateGroups::Guard guard_of(ChunkId chunk, PayloadKind kind) const;
   /// Returns torch's message to whoever asks for the address of such gradients, or of such
   /// parameters. Requires that there are some.
   [[nodiscard]] std::string no_address(ChunkId chunk, PayloadKind kind) const {

@@ -70,6 +70,10 @@ class SessionUpdates {
   /// Returns the communication with the other ranks; nullptr where this process is alone.
   [[nodiscard]] SessionRanks* ranks() const noexcept { return ranks_.get(); }
 
+  /// Sets whether the gradients of the following passes become the ranks' mean at the end of each
+  /// pass, or all at the next step. Returns the previous setting; true where this process is alone.
+  bool synchronise(bool on) { return ranks_ == nullptr || ranks_->gradients().synchronise(on); }
+
   /// Returns whether weights and states are those of one step.
   [[nodiscard]] bool consistent() const { return integrity_.consistent() && !torn(); }
   /// Throws UsageError unless consistent().

@@ -2,10 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <string>
 #include <utility>
 
-#include "core/error.h"
+#include "store/tensor_errors.h"
 #include "torch/torch_memory.h"
 
 namespace castor {
@@ -74,11 +73,7 @@ std::shared_ptr<ActivationOffload::Saved> ActivationOffload::save(const std::sha
 
 at::Tensor ActivationOffload::restore(const Saved& saved) {
   if (saved.counter_.enabled() && saved.counter_.current_version() != saved.version_) {
-    throw UsageError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        "operation: a tensor that a block with activations=\"offload\" saved is at version " +
-        std::to_string(saved.counter_.current_version()) + "; expected version " +
-        std::to_string(saved.version_) + " instead");
+    throw tensor_errors::activation_written(saved.counter_.current_version(), saved.version_);
   }
   if (!saved.memory_) {
     return saved.kept_;

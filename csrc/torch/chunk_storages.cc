@@ -50,6 +50,16 @@ void set_throws(c10::StorageImpl& storage, c10::DataPtr data, bool throws) noexc
   storage.set_data_ptr_noswap(std::move(data));
 }
 
+/// `to` points where `from` does, and torch throws alike where it is asked for the address.
+void copy_pointer(const c10::Storage& from, const c10::Storage& to) {
+  const std::lock_guard lock(pointing);
+  c10::StorageImpl& source = *from.unsafeGetStorageImpl();
+  c10::StorageImpl& own = *to.unsafeGetStorageImpl();
+  message_of(own) = message_of(source);
+  set_throws(own, c10::DataPtr(source._mutable_data_ptr_no_checks().get(), own.device()),
+             throws_when_read(source));
+}
+
 void drop_payload(void* context) { delete static_cast<std::shared_ptr<Payload>*>(context); }
 
 /// A pointer that owns a share of `payload`.
@@ -108,20 +118,6 @@ void point(const c10::Storage& storage, std::byte* address) noexcept {
       tells_of_update(message) ? throws_when_read(own) : message && address == nullptr;
   set_throws(own, c10::DataPtr(address, own.device()), throws);
 }
-
-namespace {
-
-/// `to` points where `from` does, and torch throws alike where it is asked for the address.
-void copy_pointer(const c10::Storage& from, const c10::Storage& to) {
-  const std::lock_guard lock(pointing);
-  c10::StorageImpl& source = *from.unsafeGetStorageImpl();
-  c10::StorageImpl& own = *to.unsafeGetStorageImpl();
-  message_of(own) = message_of(source);
-  set_throws(own, c10::DataPtr(source._mutable_data_ptr_no_checks().get(), own.device()),
-             throws_when_read(source));
-}
-
-}  // namespace
 
 c10::Storage twin_of(const c10::Storage& storage) {
   c10::Storage twin = empty_storage(storage.nbytes(), storage.device());

@@ -5,17 +5,13 @@
 
 #include <mutex>
 
+#include "store/charged_account.h"
 #include "store/charged_allocations.h"
 #include "torch/gil.h"
 #include "torch/torch_error.h"
 
 namespace castor {
 namespace {
-
-std::shared_ptr<NonModelMemory>& account_of_this_thread() noexcept {
-  thread_local std::shared_ptr<NonModelMemory> account;
-  return account;
-}
 
 class CountingAllocator final : public c10::Allocator {
  public:
@@ -28,10 +24,7 @@ class CountingAllocator final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
-    auto& account = account_of_this_thread();
-    if (account && account->orphaned()) {
-      account.reset();  // a model died between its forward and the end of its step
-    }
+    const auto& account = living_account();
     if (!account || bytes == 0) {
       return base_->allocate(bytes);
     }
@@ -98,15 +91,5 @@ void install_counting_allocator() {
 }
 
 void stop_charging_for(void* data) noexcept { CountingAllocator::installed()->forgive(data); }
-
-const std::shared_ptr<NonModelMemory>& charged_account() noexcept {
-  return account_of_this_thread();
-}
-
-void charge_allocations_to(const std::shared_ptr<NonModelMemory>& account) noexcept {
-  if (account_of_this_thread() != account) {
-    account_of_this_thread() = account;
-  }
-}
 
 }  // namespace castor

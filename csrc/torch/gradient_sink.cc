@@ -12,9 +12,9 @@
 #include <string>
 #include <utility>
 
-#include "core/error.h"
+#include "store/charged_account.h"
 #include "store/chunk_pins.h"
-#include "torch/counting_allocator.h"
+#include "store/tensor_errors.h"
 #include "torch/step_hooks.h"
 #include "torch/torch_device.h"
 #include "torch/uses.h"
@@ -228,20 +228,15 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
   Gradient& gradient = gradients_[index(param)];
   const ChunkId chunk = layout_.place(param).chunk;
   if (grad.layout() != at::kStrided) {
-    throw UsageError("parameter '" + layout_.param(param).name +
-                     "' received a sparse gradient, which castor does not support; build the "
-                     "embedding with sparse=False");
+    throw tensor_errors::sparse_gradient(layout_.param(param).name);
   }
   if (grad.sizes() != geometries_[index(param)].sizes) {
-    throw UsageError("the gradient assigned to parameter '" + layout_.param(param).name +
-                     "' has another shape than the parameter");
+    throw tensor_errors::gradient_of_other_shape(layout_.param(param).name);
   }
   if (const auto type = to_torch(layout_.param(param).type);
       grad.scalar_type() != type && !in_graph(gradient, grad)) {
-    throw UsageError("parameter '" + layout_.param(param).name + "' was given a gradient of type " +
-                     std::string(toString(grad.scalar_type())) + ", and its gradients are " +
-                     std::string(toString(type)) +
-                     ", to which castor does not round it: assign grad.to(param.dtype)");
+    throw tensor_errors::gradient_of_other_type(layout_.param(param).name,
+                                                toString(grad.scalar_type()), toString(type));
   }
   const at::NoGradGuard no_grad;
   const bool leaves_device = manager_.placement(chunk) != Placement::kDevice;
@@ -339,11 +334,7 @@ std::optional<ChunkId> GradientSink::arrived(ParamId param, const at::Tensor& in
 void GradientSink::check_scale(ParamId param) const {
   const Gradient& gradient = gradients_[index(param)];
   if (gradient.scale != loss_scale_) {
-    throw UsageError("the gradient of parameter '" + layout_.param(param).name +
-                     "' was accumulated with loss scale " + std::to_string(gradient.scale) +
-                     " and now with " + std::to_string(loss_scale_) +
-                     "; use booster.backward for every micro-batch of a step, and zero_grad "
-                     "between steps");
+    throw tensor_errors::loss_scale_changed(layout_.param(param).name, gradient.scale, loss_scale_);
   }
 }
 
@@ -412,10 +403,7 @@ GradientSummary GradientSink::collect(bool with_norm, const Measure& measure_sha
     }
     at::Tensor& grad = params_[i].leaf.mutable_grad();
     if (scaled_ && gradient.scale != 1.0 && grad.is_same(gradient.view) && !untouched(param)) {
-      throw UsageError("the gradient of parameter '" + layout_.param(param).name +
-                       "' was edited while it carries the loss scale " +
-                       std::to_string(gradient.scale) +
-                       "; clip with GeminiPlugin(max_norm=...), which knows the scale");
+      throw tensor_errors::edited_while_scaled(layout_.param(param).name, gradient.scale);
     }
     if (!live(param)) {
       if (!grad.is_same(gradient.view) && !in_graph(gradient, grad)) {
@@ -423,19 +411,13 @@ GradientSummary GradientSink::collect(bool with_norm, const Measure& measure_sha
       }
       adopt(param, grad, 0);
     } else if (refuses_edits_ && !untouched(param) && gradient.view.any().item<bool>()) {
-      throw UsageError("the gradient of parameter '" + layout_.param(param).name +
-                       "' was edited in place, and ranks shard this model: "
-                       "clip_grad_norm_ takes the norm of this rank's part for the model's; clip "
-                       "with the plugin's max_norm, which counts all parts, and edit gradients in "
-                       "hooks (param.register_hook) or assign them");
+      throw tensor_errors::edited_where_sharded(layout_.param(param).name);
     }
     if (summary.num_gradients++ == 0) {
       summary.scale = gradient.scale;
     } else if (summary.scale != gradient.scale) {
-      throw UsageError("the gradient of parameter '" + layout_.param(param).name +
-                       "' carries loss scale " + std::to_string(gradient.scale) +
-                       ", others carry " + std::to_string(summary.scale) +
-                       "; use booster.backward for every micro-batch of a step");
+      throw tensor_errors::other_loss_scale(layout_.param(param).name, gradient.scale,
+                                            summary.scale);
     }
   }
   device_.await();  // it may have written gradients where they are

@@ -13,15 +13,14 @@
 #include "store/chunk_copies.h"
 #include "store/rank_states.h"
 #include "store/state_store.h"
+#include "store/state_values.h"
 #include "torch/chunk_storages.h"
 #include "torch/param_gradient.h"
 
 namespace castor {
 
-/// Values that the optimizer keeps of each parameter, and how they are given, shown and saved. They
-/// are the states of its update rule and, for 16-bit parameters, the fp32 master, or the half of it
-/// that the parameter does not hold. Owned by the session. Calls on different chunks may come from
-/// different threads, none beside an update of the chunk.
+/// The StateValues of the parameters as tensors: how they are given, shown and saved. Owned by the
+/// session. Threads as for StateValues.
 ///
 /// With several ranks, each keeps its shard. Functions that return values (master, read) bring all
 /// shards together: every rank calls them for the same parameter, or answers by RankStates::serve.
@@ -37,14 +36,8 @@ class OptimizerState {
                  std::shared_ptr<const UpdateRule> rule, const ChunkCopies& copies,
                  RankStates* ranks);
 
-  /// Returns the format of parameters in the working precision; fp32 ones beside them have kFp32.
-  [[nodiscard]] StateFormat format() const noexcept {
-    return rule_ ? rule_->format() : StateFormat::kFp32;
-  }
-  [[nodiscard]] StateFormat format(ParamId param) const;
+  [[nodiscard]] const StateValues& values() const noexcept { return values_; }
   [[nodiscard]] const StateStore& places() const noexcept { return places_; }
-  /// Returns the names of the rule's states, in the order of views() and read().
-  [[nodiscard]] std::vector<std::string> names(ParamId param) const;
 
   /// Gives the parameter values, of any floating-point type and device: writes the master and, with
   /// the update's own rounding, the parameter's host storage. `values` overlap none of the
@@ -58,10 +51,6 @@ class OptimizerState {
   /// something touches them.
   void zero();
 
-  /// Takes up what user code has written into the chunk on the device: `host` is as the last update
-  /// left it, `slot` as it is now. Elements that changed become their own masters
-  /// (docs/design/0012).
-  void before_write_back(ChunkId chunk, const std::byte* host, const std::byte* slot);
   /// Prepares for user code that is about to replace the parameter by `values`, of its shape:
   /// elements that will change become their own masters. No effect in kFp32, which sees the change
   /// by itself. Throws UsageError where operators may not change the parameter.
@@ -112,15 +101,6 @@ class OptimizerState {
       ParamId param, const std::function<at::Tensor()>& weights_on_host) const;
   /// Returns the parameter, or a copy where the host does not address it.
   [[nodiscard]] at::Tensor on_host(ParamId param) const;
-  [[nodiscard]] bool has_master(ParamId param) const {
-    return places_.has(param, kMasterPayload) || places_.has(param, kRemainderPayload);
-  }
-  void write_master(const ChunkMemory& memory, ParamId param, std::size_t begin,
-                    const at::Tensor& exact) const;
-  [[nodiscard]] bool copied(ParamId param) const { return copies_.has(layout_.place(param).chunk); }
-  void with_state(ParamId param, PayloadKind kind,
-                  const std::function<void(const std::byte*)>& use) const;
-  [[nodiscard]] std::span<const StateSpec> specs(ParamId param) const;
   [[nodiscard]] ParamGeometry geometry(ParamId param, const StateSpec& spec) const;
 
   ChunkManager& manager_;
@@ -128,10 +108,8 @@ class OptimizerState {
   const ShardMap& shards_;
   StateStore& places_;
   std::span<const ParamHandle> params_;
-  Executor& executor_;
-  const std::shared_ptr<const UpdateRule> rule_;
   const ChunkCopies& copies_;
-  RankStates* const ranks_;
+  const StateValues values_;
 };
 
 }  // namespace castor

@@ -7,8 +7,8 @@
 #include <sstream>
 #include <utility>
 
-#include "core/error.h"
-#include "torch/counting_allocator.h"
+#include "store/charged_account.h"
+#include "store/tensor_errors.h"
 #include "torch/storage_writes.h"
 #include "torch/uses.h"
 
@@ -95,29 +95,19 @@ bool ParamMemory::aliased(ParamId param) const {
   return uses_of(storage) + own > uses_[index(param)];
 }
 
-std::string ParamMemory::named(ParamId param) const {
-  return "parameter '" + layout_.param(param).name + "'";
-}
-
 void ParamMemory::check(ParamId param) const {
   const at::Tensor& own = params_[index(param)].local;
   const c10::Storage& storage = storages_.storage(param);
   if (has_other_memory(storage)) {
-    throw UsageError(named(param) +
-                     " was moved into memory that processes share, after booster.boost "
-                     "(share_memory_(), a torch.multiprocessing queue): the others would never see "
-                     "what castor does with its chunk. Send them a .clone(), or copy.deepcopy of "
-                     "the model");
+    throw tensor_errors::moved_into_shared_memory(layout_.param(param).name);
   }
   if (own.layout() != at::kStrided || own.scalar_type() != type(param) ||
       own.device() != storage.device() || own.sizes() != geometries_[index(param)].sizes) {
-    std::ostringstream text;
-    text << named(param) << " was given other memory after booster.boost, of another shape, type "
-         << "or device (by model.to(), .half(), param.data = ...): it is " << described(own)
-         << ", and its chunk holds " << c10::IntArrayRef(geometries_[index(param)].sizes)
-         << " of type " << toString(type(param)) << " on " << storage.device()
-         << ". Assign such a tensor, or write into it in place: param.copy_(values)";
-    throw UsageError(text.str());
+    std::ostringstream held;
+    held << c10::IntArrayRef(geometries_[index(param)].sizes) << " of type "
+         << toString(type(param)) << " on " << storage.device();
+    throw tensor_errors::other_kind_of_memory(layout_.param(param).name, described(own),
+                                              held.str());
   }
   if (!lies_over(own, storage)) {
     check_memory(param, own.storage());
@@ -129,25 +119,17 @@ void ParamMemory::check_memory(ParamId param, const c10::Storage& given) const {
     const ParamId other{static_cast<std::uint32_t>(i)};
     if (storages_.storage(other).unsafeGetStorageImpl() == given.unsafeGetStorageImpl()) {
       if (in_place(other)) {
-        throw UsageError(named(param) + " was given the memory of " + named(other) +
-                         " after booster.boost (param.data = other.data), and they would part ways "
-                         "in their chunks: assign other.data.clone(), or tie them before boost, by "
-                         "assigning the one Parameter to both modules");
+        throw tensor_errors::memory_of_parameter(layout_.param(param).name,
+                                                 layout_.param(other).name);
       }
       return;  // that one has been given other memory too: they were swapped
     }
   }
   if (is_watched(given)) {
-    throw UsageError(named(param) +
-                     " was given the memory of a parameter of another boosted model (param.data = "
-                     "other.data), which that keeps in a chunk of its own: assign "
-                     "other.data.clone()");
+    throw tensor_errors::memory_of_other_model(layout_.param(param).name);
   }
   if (is_shared_by_processes(given)) {
-    throw UsageError(named(param) +
-                     " was given memory that processes share (param.data = shared), and the others "
-                     "would not see what castor does with its chunk: assign shared.clone(), and "
-                     "copy values back with shared.copy_(param)");
+    throw tensor_errors::memory_that_processes_share(layout_.param(param).name);
   }
 }
 

@@ -7,7 +7,6 @@
 #include <functional>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "core/chunk_layout.h"
@@ -66,7 +65,6 @@ class ParamMemory {
 
  private:
   [[nodiscard]] bool in_place(ParamId param) const noexcept;
-  [[nodiscard]] std::string named(ParamId param) const;
   [[nodiscard]] at::ScalarType type(ParamId param) const {
     return to_torch(layout_.param(param).type);
   }

@@ -7,9 +7,11 @@
 #include <utility>
 
 #include "core/error.h"
+#include "store/nonmodel_account.h"
+#include "store/tensor_errors.h"
 #include "torch/gil.h"
-#include "torch/nonmodel_account.h"
-#include "torch/param_specs.h"
+#include "torch/torch_autograd.h"
+#include "torch/torch_error.h"
 #include "torch/uses.h"
 
 namespace castor {
@@ -17,10 +19,16 @@ namespace {
 
 constexpr ModuleId kRoot{0};
 
-const std::string kInChild =
-    "this process was forked from the one that boosted the model, which keeps the memory of its "
-    "parameters, gradients and optimizer states to itself; compute with them there, give the child "
-    "a .clone() made before the fork, or start it with the 'spawn' method";
+ScalarType own_type(const at::Tensor& param) {
+  for (const ScalarType type :
+       {ScalarType::kFloat32, ScalarType::kBFloat16, ScalarType::kFloat16, ScalarType::kUInt8}) {
+    if (to_torch(type) == param.scalar_type()) {
+      return type;
+    }
+  }
+  throw InvalidArgument(std::string("chunks hold no elements of type ") +
+                        toString(param.scalar_type()));
+}
 
 std::vector<ParamHandle> handles(std::vector<at::Tensor> params) {
   std::vector<ParamHandle> handles;
@@ -40,46 +48,36 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
                                          const SessionOptions& options,
                                          std::span<const ParamId> valueless) {
   const at::NoGradGuard no_grad;
-  auto specs = describe(params, std::move(param_names), trained, options.state.ruled, types);
-  for (std::size_t i = 0; i < options.by_row.size(); ++i) {
-    specs.at(i).by_row = options.by_row[i];
+  check_counts({.params = params.size(),
+                .names = param_names.size(),
+                .trained = trained.size(),
+                .types = types.size()});
+  std::vector<ParamSpec> specs;
+  for (std::size_t i = 0; i < params.size(); ++i) {
+    specs.push_back({.name = std::move(param_names[i]),
+                     .numel = static_cast<std::size_t>(params[i].numel()),
+                     .type = types[i] ? *types[i] : own_type(params[i])});
   }
-  const UpdateRule* const rule = options.state.rule.get();
-  if (const DeviceKernels* const kernels = options.backend->kernels();
-      rule != nullptr && kernels != nullptr && !kernels->has(rule->name())) {
-    throw InvalidArgument("this device has no kernels for the optimizer '" +
-                          std::string(rule->name()) + "'; use device=\"cpu\"");
-  }
-  LayoutOptions layout_options = options.layout;
-  layout_options.param_alignment = param_alignment(rule, options.precision);
-  ChunkLayout layout(std::move(specs), std::move(modules), layout_options);
-  std::vector<Placement> placements = place_chunks(layout, options.placement);
-  SessionOptions left = options;
-  if (left.state.nvme) {
-    left.state.nvme->budget_bytes = options.budgets->nvme()->available();
-  }
-  Runtime::make_way(*options.budgets->runtimes());
+  SessionPlan plan = plan_session(std::move(specs), trained, std::move(modules), options);
   // Not make_shared: the constructor is private, and the destructor waits for copies and updates.
   const auto self = std::make_shared<std::weak_ptr<Session>>();
-  std::shared_ptr<Session> session(
-      new Session(std::move(params), std::move(layout), std::move(placements), left, self),
-      [](const Session* ended) {
-        const GilRelease released;
-        delete ended;
-      });
+  std::shared_ptr<Session> session(new Session(std::move(params), std::move(plan), self),
+                                   [](const Session* ended) {
+                                     const GilRelease released;
+                                     delete ended;
+                                   });
   const std::vector<std::size_t> others = session->adopt_parameters(valueless);
   *self = session;
   session->watch_tensors(others);
   return session;
 }
 
-Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
-                 std::vector<Placement> placements, const SessionOptions& options, const Self& self)
+Session::Session(std::vector<at::Tensor> params, SessionPlan plan, const Self& self)
     : params_(handles(std::move(params))),
-      memory_(std::move(layout), placements, options),
+      memory_(std::move(plan.layout), plan.placements, plan.options),
       storages_(memory_.layout(), torch_device()),
       absent_gradients_(memory_.layout(), memory_.absent_gradients(), torch_device()),
-      chunks_(memory_, std::move(placements), options,
+      chunks_(memory_, std::move(plan.placements), plan.options,
               {.binder = storages_,
                .params = storages_,
                .gradients = absent_gradients_,
@@ -90,22 +88,23 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
                    }}),
       gradients_(chunks_.manager(), params_, chunks_.weights(), chunks_.gradient_shards(),
                  absent_gradients_, memory_.executor(), memory_.device(),
-                 options.precision == ScalarType::kFloat16, chunks_.copies(), *memory_.nonmodel(),
-                 memory_.rank_host_storage().gradients().tier),
+                 plan.options.precision == ScalarType::kFloat16, chunks_.copies(),
+                 *memory_.nonmodel(), memory_.rank_host_storage().gradients().tier),
       gate_(make_gate(self)),
       steps_(at::zeros({static_cast<std::int64_t>(params_.size())}, at::kFloat)),
-      updates_(parts_of_updates(), options),
+      updates_(parts_of_updates(), plan.options),
       optimizer_state_(chunks_.manager(), memory_.shards(), updates_.states(), params_,
-                       memory_.executor(), options.state.rule, updates_.copies(),
+                       memory_.executor(), plan.options.state.rule, updates_.copies(),
                        updates_.ranks() ? &updates_.ranks()->states() : nullptr),
       param_memory_(memory_.layout(), params_, storages_, optimizer_state_,
                     [this](ParamId param) { return visit(param, false); }),
       state_views_(params_.size()),
       passes_(std::make_shared<Passes>(
-          runtime(), memory_.device().computes_by_itself() ? nullptr : memory_.nonmodel())) {
+          runtime(), memory_.device().computes_by_itself() ? nullptr : memory_.nonmodel(),
+          torch_autograd())) {
   storages_.on_write_back([this](ChunkId chunk, const std::byte* host, const std::byte* slot) {
     const auto scope = memory_.device().run_on_stream();  // an eviction may come from any thread
-    optimizer_state_.before_write_back(chunk, host, slot);
+    optimizer_state_.values().before_write_back(chunk, host, slot);
   });
   if (SessionRanks* const ranks = updates_.ranks()) {
     // A backward pass ends with the mean of its gradients, so that what looks at p.grad after it
@@ -116,7 +115,8 @@ Session::Session(std::vector<at::Tensor> params, ChunkLayout layout,
     });
   }
   memory_.budgets()->follow_torch(
-      *options.backend, account_of(memory_.budgets()->tensors_of_torch(), options.backend));
+      *plan.options.backend, account_of(memory_.budgets()->tensors_of_torch(), plan.options.backend,
+                                        [](const auto& work) { for_torch(work); }));
 }
 
 std::shared_ptr<TensorGate> Session::make_gate(const Self& self) {
@@ -241,27 +241,16 @@ void Session::forbid_absent_addresses() {
   }
 }
 
-// On a device whose freed memory is lent out at once, what an operator has the address of must not
-// leave before its kernel is given to a stream (docs/design/0021).
 void Session::guard_weights() {
   for (std::size_t i = 0; i < memory_.num_chunks(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    const auto guard = [this](bool in_no_memory) {
-      return in_no_memory                            ? TensorGate::Guard::kBrought
-             : memory_.device().computes_by_itself() ? TensorGate::Guard::kHeld
-                                                     : TensorGate::Guard::kNone;
-    };
-    if (const auto of_weights = guard(chunks_.stored(chunk));
-        of_weights != TensorGate::Guard::kNone) {
-      gate_->guard(i, of_weights);
+    gate_->guard(i, chunks_.guard_of(chunk, PayloadKind::kParam));
+    auto of_gradients = chunks_.guard_of(chunk, PayloadKind::kGrad);
+    if (of_gradients == GateGroups::Guard::kNone && updates_.ranks() != nullptr &&
+        updates_.ranks()->gradients().in_shared_host_storage(chunk)) {
+      of_gradients = GateGroups::Guard::kHeld;  // writes make copies
     }
-    if (const auto of_gradients = guard(chunks_.absent_gradients(chunk));
-        of_gradients != TensorGate::Guard::kNone) {
-      gate_->guard(gradients_.group(chunk), of_gradients);
-    } else if (updates_.ranks() != nullptr &&
-               updates_.ranks()->gradients().in_shared_host_storage(chunk)) {
-      gate_->guard(gradients_.group(chunk), TensorGate::Guard::kHeld);  // writes make copies
-    }
+    gate_->guard(gradients_.group(chunk), of_gradients);
   }
 }
 
@@ -280,21 +269,18 @@ void Session::await_save(std::size_t group) {
 void Session::check_requirements() const {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
-    const ParamSpec& spec = layout().param(param);
     if (params_[i].leaf.requires_grad() != gradients_.required(param)) {
-      throw UsageError(
-          "parameter '" + spec.name +
-          "' had requires_grad=" + (gradients_.required(param) ? "True" : "False") +
-          " when the model was boosted and has " + (gradients_.required(param) ? "False" : "True") +
-          " now; set it before booster.boost, which lays out gradients and optimizer "
-          "state for the trainable parameters, or call booster.reboost(model, optimizer) now");
+      throw tensor_errors::requires_grad_changed(layout().param(param).name,
+                                                 gradients_.required(param));
     }
   }
 }
 
 void Session::stay_with_parent() {
   in_child_ = true;
-  const auto leave = [](const c10::Storage& storage) { forbid(storage, kInChild); };
+  const auto leave = [](const c10::Storage& storage) {
+    forbid(storage, tensor_errors::in_forked_child());
+  };
   for (std::size_t i = 0; i < params_.size(); ++i) {
     leave(storages_.storage(ParamId{static_cast<std::uint32_t>(i)}));
   }
@@ -305,7 +291,7 @@ void Session::stay_with_parent() {
 
 void Session::check_process() const {
   if (in_child_) {
-    throw UsageError(kInChild);
+    throw UsageError(tensor_errors::in_forked_child());
   }
 }
 
@@ -401,9 +387,7 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
     return;
   }
   if (updates_.ranks() != nullptr && grad.requires_grad()) {
-    throw UsageError("the gradient of parameter '" + layout().param(param).name +
-                     "' is a part of a graph (backward(create_graph=True)), which several ranks "
-                     "cannot bring together; train with one process");
+    throw tensor_errors::gradient_in_graph(layout().param(param).name);
   }
   updates_.arriving(param);
   if (const auto chunk = gradients_.arrived(param, incoming, joined.nested)) {

@@ -10,16 +10,17 @@
 #include <vector>
 
 #include "core/run_load.h"
+#include "store/passes.h"
 #include "store/session_chunks.h"
 #include "store/session_memory.h"
 #include "store/session_options.h"
+#include "store/session_plan.h"
 #include "store/session_updates.h"
 #include "torch/chunk_storages.h"
 #include "torch/gradient_sink.h"
 #include "torch/gradient_storages.h"
 #include "torch/optimizer_state.h"
 #include "torch/param_memory.h"
-#include "torch/passes.h"
 #include "torch/state_views.h"
 #include "torch/step_events.h"
 #include "torch/tensor_gate.h"
@@ -70,8 +71,8 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   void gradient_arrived(ParamId param, const at::Tensor& incoming) override;
   /// Marks this process as a forked child: what needs memory or threads throws from now on.
   void stay_with_parent();
-  /// Same as GradientSink::set_loss_scale.
-  void set_loss_scale(double scale) { gradients_.set_loss_scale(scale); }
+  [[nodiscard]] GradientSink& gradients() noexcept { return gradients_; }
+  [[nodiscard]] const GradientSink& gradients() const noexcept { return gradients_; }
 
   /// Turn of the calling thread with the model: while it lives, no pass of another thread runs.
   /// Turns nest. The thread that makes a turn destroys it.
@@ -89,18 +90,10 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
     const PassTurn::Section kind_;
   };
 
-  /// Sets whether the gradients of the following passes become the ranks' mean at the end of each
-  /// pass, or all at the next step. Returns the previous setting; true where this process is alone.
-  bool synchronise(bool on) {
-    return updates_.ranks() == nullptr || updates_.ranks()->gradients().synchronise(on);
-  }
-
   // Calls of a step, in this order.
   /// Averages over several ranks the gradients that are not yet the ranks' mean. `optimizer`: which
   /// one steps, of several.
   void reduce_gradients(std::optional<std::size_t> optimizer);
-  /// Returns which gradients this rank has.
-  [[nodiscard]] GradientMarks gradient_marks() const { return gradients_.marks(); }
   /// Gives the parameter a gradient of zeros where it has none, of a loss with that scale:
   /// processes that are not among this one's ranks have a gradient of it.
   void make_gradient_present(ParamId param, double scale);
@@ -109,8 +102,6 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   GradientSummary collect_gradients(bool with_norm);
   /// Same as GradientSink::scale, but throws OutOfMemory before any gradient is scaled.
   void scale_gradients(double factor);
-  /// Same as GradientSink::refuse_edits.
-  void refuse_gradient_edits() { gradients_.refuse_edits(); }
   /// Runs one step over the parameters that have a gradient. With Overlap::kForward the step may
   /// still be under way on return: torch's operators wait for what they read, and anything else
   /// calls settle first. If it throws, either nothing has changed or the run counts as broken.
@@ -132,9 +123,6 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// the load replaces, or that were lost, become zeros.
   void begin_load(RunLoad load);
   void end_load(RunLoad load);
-  /// Lets each rank read again what others keep. Every rank calls it once it has replaced its
-  /// weights.
-  void share_weights();
   /// Returns whether weights and states are those of one step. Where they are not, a training
   /// forward, step() and settle throw UsageError.
   [[nodiscard]] bool consistent() const { return updates_.consistent(); }
@@ -194,9 +182,6 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// Returns the steps that the optimizer states have taken (UpdateRule::steps_states), one float32
   /// per parameter. Torch's `step` entries are views of this tensor.
   [[nodiscard]] const at::Tensor& steps() const noexcept { return steps_; }
-  [[nodiscard]] std::uint64_t gradient_bytes_moved() const noexcept {
-    return gradients_.bytes_moved();
-  }
 
   [[nodiscard]] const ChunkLayout& layout() const noexcept override { return memory_.layout(); }
   /// Returns the device of the activations.
@@ -213,8 +198,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// The session, for functions that may be called while it ends.
   using Self = std::shared_ptr<std::weak_ptr<Session>>;
 
-  Session(std::vector<at::Tensor> params, ChunkLayout layout, std::vector<Placement> placements,
-          const SessionOptions& options, const Self& self);
+  Session(std::vector<at::Tensor> params, SessionPlan plan, const Self& self);
   [[nodiscard]] std::shared_ptr<TensorGate> make_gate(const Self& self);
   [[nodiscard]] SessionUpdates::Parts parts_of_updates();
   /// Returns by how many other tensors each parameter's memory is shared.

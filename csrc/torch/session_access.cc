@@ -48,8 +48,6 @@ void Session::note_loaded_rows() {
   }
 }
 
-void Session::share_weights() { updates_.share_weights(); }
-
 // A failure comes out once as what it is; from then on what it did to the run is said instead.
 void Session::settle() {
   const Turn turn(shared_from_this(), PassTurn::Section::kPlain, "a read of the weights");

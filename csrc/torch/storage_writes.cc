@@ -14,6 +14,7 @@
 
 #include "core/error.h"
 #include "core/mutex.h"
+#include "torch/operator_tensors.h"
 #include "torch/torch_versions.h"
 #include "torch/uses.h"
 
@@ -203,23 +204,11 @@ void call_next(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 class Written {
  public:
   Written(const c10::FunctionSchema& schema, const ::torch::jit::Stack& stack) {
-    const auto& arguments = schema.arguments();
-    const auto values = ::torch::jit::last(stack, arguments.size());
-    for (std::size_t i = 0; i < arguments.size(); ++i) {
-      const auto* const alias = arguments[i].alias_info();
-      if (alias == nullptr || !alias->isWrite()) {
-        continue;
+    for_each_tensor(schema, stack, [this](const at::Tensor& tensor, bool writes) {
+      if (writes) {
+        add(tensor);
       }
-      if (values[i].isTensor()) {
-        add(values[i].toTensor());
-      } else if (values[i].isList()) {
-        for (const c10::IValue& element : values[i].toListRef()) {
-          if (element.isTensor()) {
-            add(element.toTensor());
-          }
-        }
-      }
-    }
+    });
   }
   ~Written() {
     for (const c10::Storage& storage : storages_) {

@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "store/charged_account.h"
 #include "torch/test_session.h"
 #include "torch/torch_error.h"
 

@@ -150,11 +150,11 @@ TEST_F(GradientSinkTest, ARefusedGradientChangesNothingAndTheStepMayBeDoneAgain)
 
 TEST_F(GradientSinkTest, MarksNameFreshChunksAndPresentGradients) {
   test_.param(3).mutable_grad() = at::ones({kWidth});
-  GradientMarks marks = test_.session().gradient_marks();
+  GradientMarks marks = test_.session().gradients().marks();
   EXPECT_EQ(marks.present, (std::vector<bool>{false, false, false, true}));
   EXPECT_FALSE(marks.scale);
   test_.run(batch(kWidth, 1));
-  marks = test_.session().gradient_marks();
+  marks = test_.session().gradients().marks();
   EXPECT_EQ(marks.present, std::vector<bool>(4, true));
   EXPECT_EQ(marks.fresh, std::vector<bool>(test_.session().layout().chunks().size(), true));
   EXPECT_EQ(marks.scale, 1.0);
@@ -182,7 +182,7 @@ TEST_F(GradientSinkTest, ScaleMultipliesEveryGradientWhereItLies) {
 }
 
 TEST_F(GradientSinkTest, EditsAreRefusedWhereTheNormWouldBeOfAShardedModel) {
-  test_.session().refuse_gradient_edits();
+  test_.session().gradients().refuse_edits();
   test_.run(batch(kWidth, 1));
   EXPECT_NO_THROW((void)test_.collect());
   {
@@ -206,7 +206,7 @@ TEST_F(GradientSinkTest, AGradientOfAGraphIsCopiedWhenTheStepCollects) {
 
 TEST_F(GradientSinkTest, BytesThatLeaveTheDeviceAreCounted) {
   test_.run(batch(kWidth, 1));
-  EXPECT_EQ(test_.session().gradient_bytes_moved(), 2U * 4 * (kWidth * kWidth + kWidth));
+  EXPECT_EQ(test_.session().gradients().bytes_moved(), 2U * 4 * (kWidth * kWidth + kWidth));
 }
 
 TEST(ScaledGradientsTest, MicroBatchesOfDifferentScalesAreRefused) {

@@ -27,9 +27,9 @@ TestSettings split(StateFormat format = StateFormat::kSplit) {
 
 TEST(OptimizerStateTest, StatesAreNamedByTheirRule) {
   const TestSession test(small());
-  EXPECT_EQ(test.session().optimizer_state().names(param_id(0)),
+  EXPECT_EQ(test.session().optimizer_state().values().names(param_id(0)),
             (std::vector<std::string>{"exp_avg", "exp_avg_sq"}));
-  EXPECT_EQ(test.session().optimizer_state().format(), StateFormat::kFp32);
+  EXPECT_EQ(test.session().optimizer_state().values().format(), StateFormat::kFp32);
   EXPECT_EQ(test.session().updates().chunk_updates().rule().name(), "adam");
 }
 
@@ -37,8 +37,8 @@ TEST(OptimizerStateTest, AnFp32ParameterBesideSplitOnesKeepsFp32States) {
   TestModel model = narrow();
   model.types[1] = ScalarType::kFloat32;
   const TestSession test(model, split());
-  EXPECT_EQ(test.session().optimizer_state().format(param_id(0)), StateFormat::kSplit);
-  EXPECT_EQ(test.session().optimizer_state().format(param_id(1)), StateFormat::kFp32);
+  EXPECT_EQ(test.session().optimizer_state().values().format(param_id(0)), StateFormat::kSplit);
+  EXPECT_EQ(test.session().optimizer_state().values().format(param_id(1)), StateFormat::kFp32);
 }
 
 TEST(OptimizerStateTest, ZeroMakesTheFirstValuesOfAllStates) {

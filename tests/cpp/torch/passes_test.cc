@@ -1,5 +1,5 @@
 // Passes of several threads over one session, and passes that fail.
-#include "torch/passes.h"
+#include "store/passes.h"
 
 #include <gtest/gtest.h>
 
@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "store/charged_account.h"
 #include "store/errors.h"
-#include "torch/counting_allocator.h"
 #include "torch/test_session.h"
 
 namespace castor::testing {

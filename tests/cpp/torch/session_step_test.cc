@@ -432,7 +432,7 @@ TEST(SessionStepTest, ALoadForgetsAStepThatStoppedInTheMiddle) {
     test.session().steps().zero_();
   }
   test.session().end_load(load);
-  test.session().share_weights();
+  test.session().updates().share_weights();
   EXPECT_TRUE(test.session().consistent());
   test.zero_grad();
   Reference reference(small().copy(), adam(), adam_options());

@@ -261,7 +261,7 @@ TestSession::TestSession(TestModel model, TestSettings settings)
     : model_(std::move(model)), settings_(std::move(settings)) {
   at::set_num_threads(1);
   session_ = create_session(model_, settings_);
-  session_->share_weights();
+  session_->updates().share_weights();
   session_->settle();
   session_->optimizer_state().zero();
   if (settings_.rule) {
@@ -311,9 +311,9 @@ at::Tensor TestSession::forward(const at::Tensor& input,
 
 at::Tensor TestSession::run(const at::Tensor& input, double loss_scale) const {
   const at::Tensor loss = loss_of(forward(input));
-  session_->set_loss_scale(loss_scale);
+  session_->gradients().set_loss_scale(loss_scale);
   (loss_scale == 1.0 ? loss : loss * loss_scale).backward();
-  session_->set_loss_scale(1.0);
+  session_->gradients().set_loss_scale(1.0);
   return loss.detach();
 }
 

@@ -1,19 +1,11 @@
-#include "torch/passes.h"
+#include "store/passes.h"
 
-#include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
-
-#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <array>
-#include <string_view>
 #include <utility>
 
-#include "torch/counting_allocator.h"
-#include "torch/torch_error.h"
+#include "store/charged_account.h"
 
 namespace castor {
 
@@ -41,18 +33,10 @@ class Passes::End {
   int pass_;
 };
 
-Passes::Passes(const Runtime& runtime, std::shared_ptr<NonModelMemory> charged)
-    : runtime_(runtime), charged_(std::move(charged)) {
+Passes::Passes(const Runtime& runtime, std::shared_ptr<NonModelMemory> charged,
+               std::unique_ptr<Autograd> autograd)
+    : runtime_(runtime), charged_(std::move(charged)), autograd_(std::move(autograd)) {
   PassTurn::number_threads_by([] { return static_cast<long>(::syscall(SYS_gettid)); });
-}
-
-PassTurn::Caller Passes::caller() {
-  thread_local const bool shared = [] {
-    std::array<char, 16> name{};
-    return ::pthread_getname_np(::pthread_self(), name.data(), name.size()) == 0 &&
-           std::string_view(name.data()).starts_with("pt_autograd");
-  }();
-  return {.shared = shared, .task = ::torch::autograd::get_current_graph_task_id()};
 }
 
 // Memory that the thread allocates after backward (the next micro-batch's data, a user's clipping
@@ -60,17 +44,15 @@ PassTurn::Caller Passes::caller() {
 // failed.
 void Passes::follow(const Joined& joined) {
   if (joined.task_is_new) {
-    auto end =
-        std::make_shared<End>(weak_from_this(), ::torch::autograd::get_current_graph_task_id());
-    ::torch::autograd::Engine::get_default_engine().queue_callback(
-        [end = std::move(end)] { end->reached(); });
+    auto end = std::make_shared<End>(weak_from_this(), autograd_->caller().task);
+    autograd_->at_end([end = std::move(end)] { end->reached(); });
   }
 }
 
 Passes::Joined Passes::begin_forward() {
-  const bool trains = at::GradMode::is_enabled();
+  const bool trains = autograd_->records();
   const Joined joined = turn_.enter_forward(
-      caller(), trains ? PassTurn::Mode::kTraining : PassTurn::Mode::kInference);
+      autograd_->caller(), trains ? PassTurn::Mode::kTraining : PassTurn::Mode::kInference);
   follow(joined);
   if (!runtime_.idle() && !joined.left_behind) {
     return joined;
@@ -87,19 +69,20 @@ void Passes::end_forward(bool outermost) {
   if (!outermost) {
     return;
   }
-  if (!at::GradMode::is_enabled()) {
+  if (!autograd_->records()) {
     charge_allocations_to(std::exchange(account_before_, nullptr));
   }
   turn_.end_forward();
 }
 
-bool Passes::in_segment() const { return forward_trains_ && !at::GradMode::is_enabled(); }
+bool Passes::in_segment() const { return forward_trains_ && !autograd_->records(); }
 
-bool Passes::mine() const { return turn_.mine(caller()); }
+bool Passes::mine() const { return turn_.mine(autograd_->caller()); }
 
 // A second forward that stopped early is within a pass: backward goes on behind it.
 void Passes::stop_charging() {
-  if (!abandoned_ && charged_ && charged_account() == charged_ && !turn_.in_pass(caller())) {
+  if (!abandoned_ && charged_ && charged_account() == charged_ &&
+      !turn_.in_pass(autograd_->caller())) {
     charge_allocations_to(nullptr);
   }
 }
@@ -111,20 +94,20 @@ Passes::Joined Passes::begin_backward(PassTurn::Origin origin) {
 }
 
 Passes::Joined Passes::follow_backward(PassTurn::Origin origin) {
-  const Joined joined = turn_.join_backward(caller(), origin);
+  const Joined joined = turn_.join_backward(autograd_->caller(), origin);
   follow(joined);
   return joined;
 }
 
 Passes::Joined Passes::begin_section(PassTurn::Section kind, const std::string& what) {
-  const Joined joined = turn_.enter_section(caller(), kind, what);
+  const Joined joined = turn_.enter_section(autograd_->caller(), kind, what);
   follow(joined);
   return joined;
 }
 
 void Passes::backward_done(int pass) {
   if (!abandoned_ && at_backward_end_ && turn_.only_task(pass)) {
-    for_torch(at_backward_end_);
+    at_backward_end_();
   }
 }
 

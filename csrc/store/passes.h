@@ -6,10 +6,23 @@
 #include <string>
 #include <utility>
 
+#include "core/nonmodel_memory.h"
 #include "core/pass_turn.h"
 #include "core/runtime.h"
 
 namespace castor {
+
+/// Autograd, as passes know it: what it does on the calling thread.
+class Autograd {
+ public:
+  virtual ~Autograd() = default;
+  [[nodiscard]] virtual PassTurn::Caller caller() const = 0;
+  /// Returns whether a forward now prepares a backward.
+  [[nodiscard]] virtual bool records() const = 0;
+  /// Calls `reached` at the end of the backward pass under way; never where the pass fails. Drops
+  /// `reached` with the pass in both cases, also late and on another thread.
+  virtual void at_end(std::function<void()> reached) const = 0;
+};
 
 /// Record of a model's forward and backward passes under way. It also says how long the CPU
 /// allocations of their thread are charged to the model. Owned by the session. Any thread may begin
@@ -20,7 +33,8 @@ class Passes : public std::enable_shared_from_this<Passes> {
  public:
   /// Begins with no pass under way. `charged`: account of what passes allocate on the CPU; nullptr:
   /// there is none. `runtime` outlives this.
-  Passes(const Runtime& runtime, std::shared_ptr<NonModelMemory> charged);
+  Passes(const Runtime& runtime, std::shared_ptr<NonModelMemory> charged,
+         std::unique_ptr<Autograd> autograd);
 
   /// Sets `work` to run at the end of each backward pass that is followed (follow_backward) and did
   /// not fail, within that pass. Passes within others do not count.
@@ -62,13 +76,13 @@ class Passes : public std::enable_shared_from_this<Passes> {
 
  private:
   class End;
-  [[nodiscard]] static PassTurn::Caller caller();
   void follow(const Joined& joined);
   void backward_done(int pass);
   void backward_ended(int pass);
 
   const Runtime& runtime_;
   const std::shared_ptr<NonModelMemory> charged_;
+  const std::unique_ptr<Autograd> autograd_;
   std::function<void()> at_backward_end_;
   std::shared_ptr<NonModelMemory> account_before_;  // of the thread, while inference runs
   bool forward_trains_ = false;  // the outermost module was entered with gradients on
