@@ -1,7 +1,6 @@
 #include "io/io_engines.h"
 
 #include <cerrno>
-#include <cstdlib>
 #include <utility>
 
 #include "core/error.h"
@@ -48,28 +47,6 @@ std::unique_ptr<IoEngine> make_uring(std::vector<IoFile> files, std::size_t queu
 #endif
 }
 
-std::unique_ptr<IoEngine> make_sound_engine(IoEngineKind kind, std::vector<IoFile> files,
-                                            std::size_t queue_depth,
-                                            std::span<const std::span<std::byte>> buffers) {
-  if (kind == IoEngineKind::kThreads) {
-    return std::make_unique<ThreadIoEngine>(std::move(files), queue_depth);
-  }
-  if (kind == IoEngineKind::kIoUring) {
-    return make_uring(std::move(files), queue_depth, buffers);
-  }
-  try {
-    return make_uring(files, queue_depth, buffers);
-  } catch (const IoError& error) {
-    return std::make_unique<FallbackEngine>(std::move(files), queue_depth, error.what());
-  }
-}
-
-/// Of the whole process, as the environment is.
-IoFaultTally& process_tally() {
-  static IoFaultTally tally;
-  return tally;
-}
-
 }  // namespace
 
 IoEngineKind parse_io_engine_kind(std::string_view name) {
@@ -98,16 +75,17 @@ std::string why_no_io_uring() {
 std::unique_ptr<IoEngine> make_io_engine(IoEngineKind kind, std::vector<IoFile> files,
                                          std::size_t queue_depth,
                                          std::span<const std::span<std::byte>> buffers) {
-  const char* const text = std::getenv(kIoFaultsVariable);
-  if (text == nullptr || *text == '\0') {
-    return make_sound_engine(kind, std::move(files), queue_depth, buffers);
+  if (kind == IoEngineKind::kThreads) {
+    return std::make_unique<ThreadIoEngine>(std::move(files), queue_depth);
   }
-  std::vector<IoFault> faults = parse_io_faults(text);
-  return std::make_unique<FaultyIoEngine>(
-      make_sound_engine(kind, std::move(files), queue_depth, buffers), std::move(faults),
-      FaultyIoEngine::Options{.total = &process_tally()});
+  if (kind == IoEngineKind::kIoUring) {
+    return make_uring(std::move(files), queue_depth, buffers);
+  }
+  try {
+    return make_uring(files, queue_depth, buffers);
+  } catch (const IoError& error) {
+    return std::make_unique<FallbackEngine>(std::move(files), queue_depth, error.what());
+  }
 }
-
-IoFaultCounts io_fault_counts() noexcept { return process_tally().counts(); }
 
 }  // namespace castor

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "core/io_engine.h"
-#include "io/fault_injection.h"
 #include "io/io_file.h"
 
 namespace castor {
@@ -31,16 +30,8 @@ enum class IoEngineKind {
 /// registered with the kernel where the engine can, and also outlive the engine. With kAuto the
 /// engine's description() says why it is not io_uring, if it is not. Throws InvalidArgument for a
 /// depth of 0, IoError when kIoUring is asked for and cannot be used.
-///
-/// If the environment sets CASTOR_IO_FAULTS, the engine is a FaultyIoEngine with the faults of
-/// parse_io_faults(), and its description() says so. The errors of parse_io_faults() are thrown
-/// too.
 [[nodiscard]] std::unique_ptr<IoEngine> make_io_engine(
     IoEngineKind kind, std::vector<IoFile> files, std::size_t queue_depth,
     std::span<const std::span<std::byte>> buffers = {});
-
-/// Returns the counts of all engines that CASTOR_IO_FAULTS has wrapped so far in this process.
-/// Thread-safe.
-[[nodiscard]] IoFaultCounts io_fault_counts() noexcept;
 
 }  // namespace castor

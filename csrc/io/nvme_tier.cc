@@ -71,7 +71,8 @@ std::unique_ptr<IoEngine> make_engine(const NvmeOptions& options, const ScratchS
   for (const Block& window : windows) {
     buffers.push_back(memory_of(window));
   }
-  return make_io_engine(options.engine, space.io_files(), options.depth, buffers);
+  auto engine = make_io_engine(options.engine, space.io_files(), options.depth, buffers);
+  return options.replace_engine ? options.replace_engine(std::move(engine)) : std::move(engine);
 }
 
 std::vector<StoredChunk> store(ScratchSpace& space, const NvmeContent& content) {

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -26,6 +27,9 @@ struct NvmeOptions {
   /// Bytes of all files together that may be used.
   std::uint64_t budget_bytes = 0;
   IoEngineKind engine = IoEngineKind::kAuto;
+  /// Function that returns the engine to use in place of the one of that kind, which it is given;
+  /// empty: that one.
+  std::function<std::unique_ptr<IoEngine>(std::unique_ptr<IoEngine>)> replace_engine;
   Verification verification = Verification::kOn;
   /// Whether activations that the host has no room for may take the rest of the budget.
   bool holds_activations = false;

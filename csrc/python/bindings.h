@@ -52,8 +52,7 @@ void bind_state_formats(pybind11::module_& module);
 
 /// Binds castor._C's functions about this machine: NUMA nodes, the host arena, measured bandwidths.
 void bind_machine(pybind11::module_& module);
-/// Binds castor._C.IoBench and why_no_io_uring, with which `castor io-bench` measures, and
-/// io_fault_counts.
+/// Binds castor._C.IoBench and why_no_io_uring, with which `castor io-bench` measures.
 void bind_io(pybind11::module_& module);
 /// Binds castor._C.Simulator, which plans and simulates steps of a model that is not built.
 void bind_simulator(pybind11::module_& module);

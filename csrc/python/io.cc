@@ -1,4 +1,4 @@
-// What `castor io-bench` measures with, what faults were injected into I/O, runs of a file.
+// What `castor io-bench` measures with, runs of a file.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -137,14 +137,6 @@ void bind_io(py::module_& module) {
       },
       py::arg("target"), py::arg("source"), py::arg("checksums"));
   module.def("why_no_io_uring", &why_no_io_uring);
-  module.def("io_fault_counts", [] {
-    const IoFaultCounts counts = io_fault_counts();
-    py::dict result;
-    result["reads"] = counts.reads;
-    result["writes"] = counts.writes;
-    result["faults"] = counts.faults;
-    return result;
-  });
 }
 
 }  // namespace castor

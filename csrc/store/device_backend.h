@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "core/copy_engine.h"
+#include "core/io_engine.h"
 #include "core/memory_tier.h"
 #include "optim/gradient.h"
 #include "optim/update_rule.h"
@@ -127,6 +128,11 @@ class DeviceBackend {
   /// nullptr: the device addresses all host memory. Throws Error where the system refuses.
   [[nodiscard]] virtual std::shared_ptr<void> lock_pages(std::span<std::byte> /*pages*/) {
     return nullptr;
+  }
+  /// Returns the engine by which the session reads and writes NVMe: `host`, which moves bytes
+  /// between files and host memory, or one in its place.
+  [[nodiscard]] virtual std::unique_ptr<IoEngine> io_engine(std::unique_ptr<IoEngine> host) {
+    return host;
   }
   /// Charges torch's allocations on the device to the account from now on, until the account is
   /// gone. Tells it of the allocations that are there already. On the CPU device, charges only

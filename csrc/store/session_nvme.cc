@@ -1,5 +1,7 @@
 #include "store/session_nvme.h"
 
+#include <utility>
+
 #include "core/error.h"
 
 namespace castor {
@@ -19,6 +21,11 @@ std::unique_ptr<NvmeTier> make_nvme(const StoragePlan& places, const SessionOpti
     NvmeOptions nvme = options.state.nvme.value();
     if (number > 1) {  // each model has files of its own
       nvme.file_name = "castor-" + std::to_string(number) + ".scratch";
+    }
+    if (!nvme.replace_engine) {
+      nvme.replace_engine = [backend = options.backend](std::unique_ptr<IoEngine> engine) {
+        return backend->io_engine(std::move(engine));
+      };
     }
     auto tier = std::make_unique<NvmeTier>(nvme, places.nvme, host, executor);
     taken = ledger->reserve(bytes, "another model has taken it meanwhile; raise nvme_memory");

@@ -12,7 +12,6 @@ from castor.runtime.engine import engine_of
 from helpers import boost, copies
 from zoo import tower, tower_batch
 
-FAULTS_VARIABLE = "CASTOR_IO_FAULTS"
 STEPS = 3
 
 

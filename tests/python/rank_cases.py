@@ -23,7 +23,7 @@ import grids
 import helpers
 from castor import checkpoint
 from castor.optim import Lion
-from enduring_run import FAULTS_VARIABLE
+from faulty_disk import FaultyDisk
 from packed_layers import tower_4bit, tower_4bit_loss
 from simulated import compute_as_asked
 from zoo import CASES, Tower, tower, tower_batch, tower_loss
@@ -559,7 +559,7 @@ def one_fails(directory: Path) -> None:
     """An update of rank 1's fails; it says so, and neither ends nor takes part any more."""
     with _of_rank() as rank:
         if rank == 1:
-            os.environ[FAULTS_VARIABLE] = os.environ["FAULT"]
+            FaultyDisk(pytest.MonkeyPatch()).set(os.environ["FAULT"])
         scratch = directory / str(rank)
         scratch.mkdir()
         overlap = os.environ["OVERLAP"]

@@ -11,7 +11,7 @@ import torch
 import castor
 import grids
 from castor.runtime.engine import engine_of
-from enduring_run import FAULTS_VARIABLE
+from faulty_disk import FaultyDisk
 from helpers import Boosted, assert_equal, boost, copies, train_on
 from test_auto_activations import LONG, choosing, last_kept, step
 from test_offloaded_blocks import LINKS, wide
@@ -148,9 +148,10 @@ def test_a_fault_is_named_and_what_follows_is_right(
 ) -> None:
     expected = plain_passes()
     errors = (error,) if error else ()
+    disk = FaultyDisk(monkeypatch)
     raised = 0
     for operation in grids.some((1, 7, 20), 1, 20):
-        monkeypatch.setenv(FAULTS_VARIABLE, fault.format(operation))
+        disk.set(fault.format(operation))
         boosted = boost_small(tmp_path)
         weights = copies(boosted.model.parameters())
         said = ""

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -197,41 +196,4 @@ def test_the_command_measures_and_prints_json(
     assert "108.0 GB read" in said
     with pytest.raises(ValueError, match="int4"):
         cli.app([*arguments, "--model-params", "1", "--format", "int4"], standalone_mode=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_faults_of_the_environment_are_injected_counted_and_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CASTOR_IO_FAULTS", "write:3:EINTR")
-    before = _C.io_fault_counts()
-    bench = _C.IoBench(str(tmp_path), 16 << 20, "threads")  # fills it: 16 writes and one again
-    after = _C.io_fault_counts()
-    bench.close()
-    assert {key: after[key] - before[key] for key in after} == {
-        "reads": 0,
-        "writes": 17,
-        "faults": 1,
-    }
-    monkeypatch.setenv("CASTOR_IO_FAULTS", "read:2:EIO")
-    with pytest.raises(castor.IoError) as failed:
-        io_bench.measure(tmp_path, file_bytes="1MiB", blocks=["4KiB"], depths=[1], seconds=0.01)
-    assert failed.value.errno == errno.EIO
-    monkeypatch.setenv("CASTOR_IO_FAULTS", "count")
-    found = io_bench.measure(
-        tmp_path, file_bytes="1MiB", blocks=["4KiB"], depths=[1], mixes=["write"], seconds=0.01
-    )
-    assert re.search(
-        r"operations counted \(so far 0 reads, [1-9]\d* writes, 0 faults\)",
-        found.measurements[0].engine,
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_faults_that_make_no_sense_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CASTOR_IO_FAULTS", "write:EIO")
-    with pytest.raises(ValueError, match="CASTOR_IO_FAULTS has 'write:EIO', and it has not three"):
-        io_bench.measure(tmp_path, file_bytes="1MiB", blocks=["4KiB"], seconds=0.01)
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,8 @@ import pytest
 
 import castor
 import grids
-from enduring_run import FAULTS_VARIABLE, EnduringRun, settings_of, weights_too
+from enduring_run import EnduringRun, settings_of, weights_too
+from faulty_disk import FaultyDisk
 from helpers import equal
 
 FAULTS = ("EIO", "ENOSPC", "EINTR", "short", "flip")
@@ -20,7 +21,7 @@ class Sweep:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self._settings = settings
         self._directory = directory
-        self._environment = monkeypatch
+        self._disk = FaultyDisk(monkeypatch)
         self._scratch = directory / "nvme"
         self._scratch.mkdir()
         before = self._count("reads", "writes")
@@ -48,19 +49,19 @@ class Sweep:
     def _start(self, fault: str) -> EnduringRun:
         checkpoints = self._directory / fault.replace(":", "-")
         checkpoints.mkdir()
-        self._environment.setenv(FAULTS_VARIABLE, fault)
+        self._disk.set(fault)
         try:
             return EnduringRun(self._scratch, checkpoints, **self._settings)
         except castor.IoError as error:
             if "build the model anew" not in str(error):
                 raise
-        self._environment.setenv(FAULTS_VARIABLE, "")
+        self._disk.set("count")
         run = EnduringRun(self._scratch, checkpoints, **self._settings)
         run.what_happened.append("IoError in boost, anew")
         return run
 
     def _count(self, *what: str) -> int:
-        counts = castor._C.io_fault_counts()
+        counts = self._disk.counts()
         return sum(counts[kind] for kind in what)
 
 

@@ -3,13 +3,16 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <string>
 
+#include "faulty_disk.h"
 #include "python/backend_capsule.h"
 #include "simulated_device.h"
 #include "torch_allocations.h"
 
 namespace py = pybind11;
 using castor::CopyDirection;
+using castor::testing::FaultyDisk;
 using castor::testing::SimulatedDevice;
 
 namespace {
@@ -26,6 +29,12 @@ py::dict counts(const SimulatedDevice& device) {
   return figures;
 }
 
+py::dict fault_counts(const FaultyDisk& disk) {
+  const castor::IoFaultCounts counts = disk.counts();
+  return py::dict(py::arg("reads") = counts.reads, py::arg("writes") = counts.writes,
+                  py::arg("faults") = counts.faults);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_simulated_device, m) {
@@ -37,6 +46,22 @@ PYBIND11_MODULE(_simulated_device, m) {
       .def("counts", &counts)
       .def("refuse_block",
            [](SimulatedDevice& device, std::size_t n) { device.memory().refuse_block(n); });
+  py::class_<FaultyDisk, std::shared_ptr<FaultyDisk>>(m, "FaultyDisk")
+      .def(py::init<>())
+      .def(
+          "set",
+          [](FaultyDisk& disk, const std::string& faults) {
+            disk.set(castor::parse_io_faults(faults));
+          },
+          py::arg("faults"))
+      .def("counts", &fault_counts)
+      .def(
+          "with_device",
+          [](const std::shared_ptr<FaultyDisk>& disk, const py::capsule& device) {
+            return castor::capsule_of(std::make_shared<castor::testing::DeviceWithFaultyDisk>(
+                *device.get_pointer<std::shared_ptr<castor::DeviceBackend>>(), disk));
+          },
+          py::arg("device"));
   m.def("count_allocations", &castor::testing::count_allocations, py::arg("counted"));
   m.def("refuse_allocation", &castor::testing::refuse_allocation, py::arg("n"));
 }

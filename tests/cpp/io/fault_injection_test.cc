@@ -1,4 +1,4 @@
-// The faults that CASTOR_IO_FAULTS asks for. What the queue and the stream make of faults is in
+// What faults do to an engine. What the queue and the stream make of faults is in
 // their own tests.
 
 #include "io/fault_injection.h"
@@ -6,16 +6,17 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include "core/error.h"
-#include "io/scoped_faults.h"
 #include "io/test_support.h"
 
 namespace castor {
 namespace {
 
 using test::noise;
-using testing::ScopedFaults;
 
 constexpr std::size_t kBlock = 2 * kIoAlignment;
 
@@ -86,23 +87,15 @@ class FaultyIoEngineTest : public test::PlaceTest {
     return completions.at(0);
   }
 
+  [[nodiscard]] std::unique_ptr<FaultyIoEngine> faulty(const std::string& faults) const {
+    return std::make_unique<FaultyIoEngine>(make_engine(*file_, 4), parse_io_faults(faults));
+  }
+
   std::unique_ptr<DirectFile> file_;
 };
 
-TEST_P(FaultyIoEngineTest, WithoutTheVariableNothingIsWrapped) {
-  EXPECT_EQ(make_engine(*file_, 4)->description().find("FAULTS"), std::string::npos);
-  const ScopedFaults empty("");
-  EXPECT_EQ(make_engine(*file_, 4)->description().find("FAULTS"), std::string::npos);
-}
-
-TEST_P(FaultyIoEngineTest, BadSyntaxIsAnErrorWhereTheEngineIsMade) {
-  const ScopedFaults faults("write:EIO");
-  EXPECT_THROW((void)make_engine(*file_, 4), InvalidArgument);
-}
-
 TEST_P(FaultyIoEngineTest, TheNthOperationOfAKindFailsOnce) {
-  const ScopedFaults faults("write:2:ENOSPC,read:3:EIO,any:6:EINTR");
-  const auto engine = make_engine(*file_, 4);
+  const auto engine = faulty("write:2:ENOSPC,read:3:EIO,any:6:EINTR");
   const auto memory = noise(kBlock, 1);
   const auto error_of = [&](IoOperation operation) {
     return transfer(*engine, operation, memory.span()).error_number;
@@ -124,8 +117,7 @@ TEST_P(FaultyIoEngineTest, TheNthOperationOfAKindFailsOnce) {
 }
 
 TEST_P(FaultyIoEngineTest, ADeviceMayVanishForGood) {
-  const ScopedFaults faults("any:3+:ENODEV");
-  const auto engine = make_engine(*file_, 4);
+  const auto engine = faulty("any:3+:ENODEV");
   const auto memory = noise(kBlock, 1);
   for (int i = 0; i < 6; ++i) {
     EXPECT_EQ(transfer(*engine, IoOperation::kRead, memory.span()).error_number,
@@ -137,8 +129,7 @@ TEST_P(FaultyIoEngineTest, AShortTransferLacksItsEndAndAFlippedOneABit) {
   const auto written = noise(kBlock, 1);
   const auto read = noise(kBlock, 2);
   {
-    const ScopedFaults faults("write:1:flip,read:2:short,read:3:flip");
-    const auto engine = make_engine(*file_, 4);
+    const auto engine = faulty("write:1:flip,read:2:short,read:3:flip");
     EXPECT_TRUE(transfer(*engine, IoOperation::kWrite, written.span()).complete());
     EXPECT_TRUE(transfer(*engine, IoOperation::kRead, read.span()).complete());
     EXPECT_EQ(written.data()[0] ^ read.data()[0], std::byte{0x10}) << "the write flipped a bit";
@@ -159,11 +150,11 @@ TEST_P(FaultyIoEngineTest, AShortTransferLacksItsEndAndAFlippedOneABit) {
 }
 
 TEST_P(FaultyIoEngineTest, CountsOfAllEnginesAreAdded) {
-  const ScopedFaults faults("count");
   const auto memory = noise(kBlock, 1);
-  const IoFaultCounts before = io_fault_counts();
+  IoFaultTally total;
   for (int i = 0; i < 2; ++i) {
-    const auto engine = make_engine(*file_, 4);
+    const auto engine = std::make_unique<FaultyIoEngine>(
+        make_engine(*file_, 4), std::vector<IoFault>{}, FaultyIoEngine::Options{.total = &total});
     EXPECT_TRUE(transfer(*engine, IoOperation::kWrite, memory.span()).complete());
     EXPECT_TRUE(transfer(*engine, IoOperation::kRead, memory.span()).complete());
     EXPECT_TRUE(transfer(*engine, IoOperation::kRead, memory.span()).complete());
@@ -171,10 +162,9 @@ TEST_P(FaultyIoEngineTest, CountsOfAllEnginesAreAdded) {
         ", operations counted (so far 2 reads, 1 writes, 0 faults)"))
         << engine->description();
   }
-  const IoFaultCounts after = io_fault_counts();
-  EXPECT_EQ(after.reads - before.reads, 4U);
-  EXPECT_EQ(after.writes - before.writes, 2U);
-  EXPECT_EQ(after.faults, before.faults);
+  EXPECT_EQ(total.counts().reads, 4U);
+  EXPECT_EQ(total.counts().writes, 2U);
+  EXPECT_EQ(total.counts().faults, 0U);
 }
 
 TEST_P(FaultyIoEngineTest, MoreThanItsDepthIsRefusedAndCountedNowhere) {

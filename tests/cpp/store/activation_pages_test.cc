@@ -40,6 +40,7 @@ class ActivationPagesTest : public ::testing::Test {
     nvme_ = std::make_unique<NvmeTier>(NvmeOptions{.directories = {directory_.string()},
                                                    .budget_bytes = kPages * kPage,
                                                    .engine = IoEngineKind::kThreads,
+                                                   .replace_engine = ScopedFaults::replace,
                                                    .depth = 2},
                                        std::span(&content, 1), host_, executor_);
     pages_ = std::make_unique<ActivationPages>(*nvme_->stream(0), kPages);

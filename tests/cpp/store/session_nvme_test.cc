@@ -23,6 +23,7 @@ class SessionNvmeTest : public ::testing::Test {
  protected:
   explicit SessionNvmeTest(std::size_t nvme_bytes = kStates) {
     options_.budgets = std::make_shared<SharedBudgets>(kGiB, kGiB, nvme_bytes);
+    options_.backend = std::make_shared<FakeDevice>();
     options_.state.rule = adam();
     options_.state.nvme = NvmeOptions{.directories = {directory_.string()},
                                       .budget_bytes = nvme_bytes,

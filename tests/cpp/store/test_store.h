@@ -293,6 +293,7 @@ struct TestStore {
                                                     .file_name = options.file_name,
                                                     .budget_bytes = bytes,
                                                     .engine = IoEngineKind::kThreads,
+                                                    .replace_engine = ScopedFaults::replace,
                                                     .depth = 2},
                                         contents, *host, executor);
     }

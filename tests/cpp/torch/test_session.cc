@@ -10,6 +10,7 @@
 #include <span>
 #include <utility>
 
+#include "io/scoped_faults.h"
 #include "optim/convert.h"
 #include "optim/rule_of_type.h"
 #include "optim/state_convert.h"
@@ -243,6 +244,7 @@ SessionOptions session_options(const TestSettings& settings) {
     options.state.nvme = NvmeOptions{.directories = {settings.nvme_directory},
                                      .budget_bytes = settings.nvme_bytes,
                                      .engine = IoEngineKind::kThreads,
+                                     .replace_engine = ScopedFaults::replace,
                                      .holds_activations = settings.nvme_holds_activations,
                                      .depth = 4};
     options.state.nvme_fraction = settings.nvme_fraction;

@@ -63,9 +63,6 @@ class IoFaultTally {
   std::atomic<std::uint64_t> faults_{0};
 };
 
-/// Environment variable that io/io_engines.h reads.
-inline constexpr const char* kIoFaultsVariable = "CASTOR_IO_FAULTS";
-
 /// Parses a text into faults: "count" for none, or several of "OPERATION:N:FAULT" with commas
 /// between them, such as "write:17:EIO,read:5+:short".
 ///

@@ -36,8 +36,7 @@ std::string errno_names() {
 }
 
 [[noreturn]] void refuse(std::string_view fault, const std::string& why) {
-  throw InvalidArgument(std::string(kIoFaultsVariable) + " has '" + std::string(fault) + "', and " +
-                        why +
+  throw InvalidArgument("a list of I/O faults has '" + std::string(fault) + "', and " + why +
                         ". Write 'count', or OPERATION:N:FAULT such as write:17:EIO or "
                         "read:5+:short, with commas between several");
 }
