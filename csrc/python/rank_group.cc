@@ -109,7 +109,10 @@ class RankTensors {
   }
   void all_to_all(const at::Tensor& sent, const at::Tensor& into) {
     if (sent.nbytes() != into.nbytes() || sent.nbytes() % ranks().size() != 0) {
-      throw InvalidArgument("what is exchanged is no equal part for each rank");
+      throw InvalidArgument("all_to_all was given " + std::to_string(sent.nbytes()) +
+                            " bytes for " + std::to_string(into.nbytes()) +
+                            ", which are no equal shards for " + std::to_string(ranks().size()) +
+                            " ranks");
     }
     ranks().set_place("exchanges tokens, or heads, of a layer");
     if (sent.nbytes() == 0) {

@@ -370,14 +370,14 @@ def exchanged_bytes(directory: Path) -> None:
     rank, size = distributed.get_rank(), 2
     rooms: list[int] = []
     sent = [0]
-    exchanged = Routes._exchanged
+    exchanged = Routes._all_to_all
 
     def counting(routes: Routes, given: Any) -> list[torch.Tensor]:
         rooms.append(routes.room)
         sent[0] += sum(one.nbytes for one in given) * (size - 1) // size
         return exchanged(routes, given)
 
-    Routes._exchanged = counting  # type: ignore[method-assign]
+    Routes._all_to_all = counting  # type: ignore[method-assign]
     train(case, boosted, rank, size, 0, 1)
     config = cast("Any", boosted.model).config
     width, choices = config.hidden_size, config.num_experts_per_tok

@@ -438,7 +438,8 @@ class Group:
         """Returns what ConvertedTensor.own returns for the tensor at `place`."""
         if place not in self._made.left:
             parts = [
-                (key, _own_part(one, replicated=replicated)) for key, one in self._sources.items()
+                (key, _local_shard(one, replicated=replicated))
+                for key, one in self._sources.items()
             ]
             if all(part is None for _, part in parts):
                 return None
@@ -500,7 +501,7 @@ def _values_of(tensors: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def _own_part(tensor: SavedTensor, *, replicated: bool) -> list[tuple[int, torch.Tensor]] | None:
+def _local_shard(tensor: SavedTensor, *, replicated: bool) -> list[tuple[int, torch.Tensor]] | None:
     """Returns the runs of a tensor that this rank writes: (first element, elements); None: none.
 
     Elements are counted in this rank's tensor. `replicated`: see ConvertedTensor.own.

@@ -180,7 +180,7 @@ class Routes:
             for of_rank, rows in zip(all_of, self.rows, strict=True):
                 of_rank[: len(rows)] = tensor[rows]
             given.append(all_of)
-        return [received.flatten(0, 1) for received in self._exchanged(given)]
+        return [received.flatten(0, 1) for received in self._all_to_all(given)]
 
     def summed(self, tensors: Sequence[torch.Tensor], factor: int = 1) -> list[torch.Tensor]:
         """Sends rows back and sums them by row: in fp32, in rank order, rounded once.
@@ -190,7 +190,9 @@ class Routes:
             factor: Factor of the sums.
         """
         size = self.ranks.size
-        received = self._exchanged([one.reshape(size, self.room, one.shape[-1]) for one in tensors])
+        received = self._all_to_all(
+            [one.reshape(size, self.room, one.shape[-1]) for one in tensors]
+        )
         sums = []
         for parts in received:
             total = parts.new_zeros((self.num_rows, parts.shape[-1]), dtype=torch.float32)
@@ -199,7 +201,7 @@ class Routes:
             sums.append(total.mul_(factor).to(parts.dtype))
         return sums
 
-    def _exchanged(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _all_to_all(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Exchanges tensors (ranks, rows, ...) by rank, in one all-to-all of their bytes."""
         as_bytes = [one.detach().contiguous().view(torch.uint8) for one in given]
         sent = torch.cat(as_bytes, -1)

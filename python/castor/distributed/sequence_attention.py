@@ -169,7 +169,11 @@ def _register(implementation: str, mode: Mode) -> str:
     )
 
     name = f"castor_{mode}_{implementation}"
-    modes = {"all_to_all": _exchanged, "all_gather": _gathered, "ring_attn": _passed_on}
+    modes = {
+        "all_to_all": _all_to_all_attention,
+        "all_gather": _all_gather_attention,
+        "ring_attn": _ring_attention,
+    }
     compute_sharded = modes[mode]
     mask_of_whole: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     mask_of_pieces: Callable[..., Any] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
@@ -219,7 +223,7 @@ def _attention_of(module: nn.Module, implementation: str) -> Callable[..., Any]:
     return compute
 
 
-def _exchanged(
+def _all_to_all_attention(
     compute: Callable[..., Any],
     state: ContextParallelState,
     module: Any,
@@ -252,7 +256,7 @@ def _exchanged(
     return all_to_all(output, ranks, 1, 2), None
 
 
-def _gathered(
+def _all_gather_attention(
     compute: Callable[..., Any],
     state: ContextParallelState,
     module: Any,
@@ -262,7 +266,7 @@ def _gathered(
 ) -> tuple[torch.Tensor, None]:
     """Computes attention in mode "all_gather": all heads, from this rank's tokens to all.
 
-    Shapes are those of _exchanged.
+    Shapes are those of _all_to_all_attention.
     """
     ranks = state.ranks
     _refuse_values_by_head(module, ranks, options, ("position_bias",))  # depends on tokens too
@@ -279,7 +283,7 @@ def _gathered(
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # imports torch._dynamo at its first call
-def _passed_on(
+def _ring_attention(
     _compute: Callable[..., Any],
     state: ContextParallelState,
     module: Any,
@@ -290,7 +294,7 @@ def _passed_on(
     """Computes attention in mode "ring_attn", with castor's own function.
 
     All heads attend from this rank's tokens to those of one rank after the other. Shapes are those
-    of _exchanged.
+    of _all_to_all_attention.
     """
     _refuse_values_by_head(module, state.ranks, options, ("position_bias",))
     # Booleans are switches that a model gives to all its modules.

@@ -41,7 +41,7 @@ def balance_experts(model: nn.Module, counts: Mapping[str, int]) -> None:
         part: Any = model.get_submodule(name).forward
         assert isinstance(part, Part)
         if part.forward is exchanged_experts:
-            part.forward = partial(_exchanged, name)
+            part.forward = partial(_dispatched, name)
         else:
             assert part.forward is own_experts
             part.forward = partial(_balanced, count)
@@ -70,7 +70,7 @@ def _balanced(
     return all_reduce(_of_own(m, x, weights, -(-chosen.numel() * m.num_experts // count)), ranks)
 
 
-def _exchanged(
+def _dispatched(
     name: str,
     m: Any,
     ranks: ModelParallelGroup,

@@ -250,7 +250,7 @@ def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
         found = []
         for event in trace:
             computing = simulator.seconds_of(event, cluster.machine)
-            all_of, idle = _exchanged(event, cluster, layout, computing)
+            all_of, idle = _collective_seconds(event, cluster, layout, computing)
             exchange += all_of
             waiting += idle
             found.append(computing + all_of)
@@ -266,7 +266,7 @@ def seconds_of(one: StagePass, cluster: Cluster, layout: Layout) -> _Seconds:
     )
 
 
-def _exchanged(
+def _collective_seconds(
     event: TraceEvent, cluster: Cluster, layout: Layout, computing: float
 ) -> tuple[float, float]:
     """Returns the seconds of an event's collectives, and how many of them nothing is sent in.

@@ -114,14 +114,14 @@ class StepTimeline:
         fields["transfers"] = [Transfer(*row) for row in fields["transfers"]]
         return cls(**fields, chunks=[Chunk(**chunk) for chunk in chunks])
 
-    def demoted(self) -> set[int]:
+    def left_device(self) -> set[int]:
         """Chunks that lived on the device and had to leave it in this step."""
         evicted = {transfer.chunk for transfer in self.transfers if transfer.kind == "eviction"}
         return evicted.intersection(self.on_device_at_start)
 
     def on_device(self) -> set[int]:
         """Chunks that lived on the device, with all their payloads, from beginning to end."""
-        return set(self.on_device_at_start) - self.demoted()
+        return set(self.on_device_at_start) - self.left_device()
 
     def payload_bytes(self, tier: str) -> dict[str, int]:
         """Bytes of the payloads that lived on a tier, by kind; kinds without bytes are left out."""
@@ -137,14 +137,14 @@ class StepTimeline:
 
     def residency(self) -> list[list[tuple[int, int]]]:
         """For each chunk, the intervals (start_ns, end_ns) in which the device held it."""
-        demoted = self.demoted()
+        left = self.left_device()
         since: dict[int, int] = dict.fromkeys(self.resident_at_start + self.on_device_at_start, 0)
         intervals: list[list[tuple[int, int]]] = [[] for _ in self.chunks]
         for transfer in self.transfers:
             if transfer.kind == "fetch":
                 since[transfer.chunk] = transfer.start_ns
-            elif transfer.kind == "eviction" and transfer.chunk in demoted:
-                demoted.remove(transfer.chunk)  # its parameters stay, as a slot
+            elif transfer.kind == "eviction" and transfer.chunk in left:
+                left.remove(transfer.chunk)  # its parameters stay, as a slot
             elif transfer.kind == "eviction" and transfer.chunk in since:
                 end = transfer.start_ns + transfer.submit_ns
                 intervals[transfer.chunk].append((since.pop(transfer.chunk), end))
@@ -159,10 +159,10 @@ class StepTimeline:
         that event leaves beside the chunks: the sum is a height that the step reached. A chunk
         that had to leave counts as slots from the beginning.
         """
-        demoted = self.demoted()
+        left = self.left_device()
         fixed = sum(self.chunks[chunk].on_device_bytes for chunk in self.on_device())
         slots = sum(self.chunks[chunk].capacity_bytes for chunk in self.resident_at_start)
-        slots += sum(self.chunks[chunk].on_device_bytes for chunk in demoted)
+        slots += sum(self.chunks[chunk].on_device_bytes for chunk in left)
         samples = []
         moves = iter(_moves(self.transfers))
         move = next(moves, None)
@@ -177,8 +177,8 @@ class StepTimeline:
             while move is not None and move[0] == i:
                 _, time_ns, chunk, sign = move
                 slots += sign * self.chunks[chunk].capacity_bytes
-                if chunk in demoted:  # everything but its parameters' slot leaves
-                    demoted.remove(chunk)
+                if chunk in left:  # everything but its parameters' slot leaves
+                    left.remove(chunk)
                     slots += 2 * self.chunks[chunk].capacity_bytes
                     slots -= self.chunks[chunk].on_device_bytes
                 samples.append(sample(i, max(time_ns, samples[-1].time_ns)))
