@@ -1,6 +1,8 @@
 #include "c10d/device_collectives.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <exception>
 #include <utility>
@@ -28,14 +30,32 @@ at::Tensor sum_of(const at::Tensor& rows) {
   return total.to(type);
 }
 
+c10d::ReduceOp operation_of(DeviceCollectives::Result result) {
+  return result == DeviceCollectives::Result::kMean ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+}
+
 }  // namespace
 
-DeviceCollectives::DeviceCollectives(const std::string& group, c10::Device device,
-                                     const Collectives& host)
-    : backend_(backend_for(group, device.type())), device_(device), host_(host) {}
+void DeviceWork::wait() {
+  if (work_) {
+    work_->wait();
+    return;
+  }
+  const c10::Device device = end_->device();
+  end_->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  values_.reset();
+}
 
-// The tensor's bytes, which it shares.
-at::Tensor DeviceCollectives::bytes_of(const at::Tensor& tensor) const {
+DeviceCollectives::DeviceCollectives(const std::string& group, c10::Device device,
+                                     const Collectives& host, Reduction reduction)
+    : backend_(backend_for(group, device.type())),
+      device_(device),
+      host_(host),
+      reduction_(reduction),
+      beside_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
+
+// The tensor's elements, which it shares.
+at::Tensor DeviceCollectives::flat_of(const at::Tensor& tensor) const {
   if (!tensor.is_contiguous()) {
     throw InvalidArgument("ranks exchange contiguous tensors");
   }
@@ -44,15 +64,25 @@ at::Tensor DeviceCollectives::bytes_of(const at::Tensor& tensor) const {
                           " goes to other ranks, and this rank computes on " + device_.str() +
                           ": move it there");
   }
-  return tensor.detach().view({-1}).view(at::kByte);
+  return tensor.detach().view({-1});
 }
 
-void DeviceCollectives::all_reduce(const at::Tensor& values) {
+void DeviceCollectives::all_reduce(const at::Tensor& values, Result result) {
   const at::NoGradGuard no_grad;
   const auto ranks = static_cast<std::int64_t>(host_.size());
-  const at::Tensor flat = values.detach().view({-1});
+  const at::Tensor flat = flat_of(values);
   if (flat.numel() == 0) {
     return;
+  }
+  if (reduction_ == Reduction::kBackend) {
+    std::vector<at::Tensor> tensors = {flat};
+    c10d::AllreduceOptions options;
+    options.reduceOp = operation_of(result);
+    begin([&] { return backend_->allreduce(tensors, options); })->wait();
+    return;
+  }
+  if (result == Result::kMean) {
+    throw InvalidArgument("ordered collectives add tensors up, and give no mean");
   }
   if (static_cast<std::int64_t>(flat.nbytes()) <= kGatheredBytes) {
     const at::Tensor all = at::empty({ranks, flat.numel()}, flat.options());
@@ -69,6 +99,44 @@ void DeviceCollectives::all_reduce(const at::Tensor& values) {
   if (padding != 0) {
     flat.copy_(padded.narrow(0, 0, flat.numel()));
   }
+}
+
+DeviceWork DeviceCollectives::begin_all_reduce(const at::Tensor& values) {
+  const c10::impl::VirtualGuardImpl device(device_.type());
+  c10::Event given(device_.type());
+  given.record(device.getStream(device_));
+  given.block(beside_);
+  if (values.numel() > 0) {
+    values.record_stream(beside_);  // nobody may wait, where an exception comes between
+  }
+  const c10::StreamGuard on(beside_);
+  all_reduce(values);
+  c10::Event end(device_.type());
+  end.record(beside_);
+  return {std::move(end), values};
+}
+
+void DeviceCollectives::reduce_scatter(const at::Tensor& values, const at::Tensor& into,
+                                       Result result) {
+  const at::NoGradGuard no_grad;
+  at::Tensor input = flat_of(values);
+  at::Tensor output = flat_of(into);
+  if (reduction_ != Reduction::kBackend) {
+    throw InvalidArgument("ordered sums are made by the caller, of tensors from all_to_all");
+  }
+  if (input.numel() != output.numel() * static_cast<std::int64_t>(host_.size())) {
+    throw InvalidArgument(
+        "a reduce-scatter takes a shard for each rank, each as large as the "
+        "result: it was given " +
+        std::to_string(input.numel()) + " elements for a result of " +
+        std::to_string(output.numel()));
+  }
+  if (output.numel() == 0) {
+    return;
+  }
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = operation_of(result);
+  begin([&] { return backend_->_reduce_scatter_base(output, input, options); })->wait();
 }
 
 void DeviceCollectives::all_gather(const at::Tensor& own, const at::Tensor& into) {
@@ -106,11 +174,15 @@ void DeviceCollectives::exchange(at::Tensor sent, at::Tensor into) {
   begin([&] { return backend_->alltoall_base(output, input, equal, equal); })->wait();
 }
 
-template <typename Begin>
-c10::intrusive_ptr<c10d::Work> DeviceCollectives::begin(const Begin& start) {
+void DeviceCollectives::check() const {
   if (const std::string why = aborted(); !why.empty()) {
     throw lost_ranks(host_, why);
   }
+}
+
+template <typename Begin>
+c10::intrusive_ptr<c10d::Work> DeviceCollectives::begin(const Begin& start) {
+  check();
   try {
     c10::intrusive_ptr<c10d::Work> work = start();
     const MutexLock lock(mutex_);

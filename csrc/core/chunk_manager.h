@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -67,6 +68,11 @@ class ChunkManager {
   /// Makes reads of host storage wait for the chunk's update in `updates` from now on; nullptr:
   /// there are no updates. Borrowed.
   void follow(PendingUpdates* updates) noexcept { updates_ = updates; }
+  /// Sets a function that is called before a promoted chunk leaves the device, and returns when
+  /// nobody else uses its payloads there; nullptr: nobody does.
+  void await_before_demotion(std::function<void(ChunkId)> await) {
+    await_users_ = std::move(await);
+  }
 
   /// Adds a payload of `bytes` to the chunk: on the device for Placement::kDevice, else in `host`
   /// (nullptr: the host tier). Parameters and gradients that the ParamStore has take no memory.
@@ -153,10 +159,11 @@ class ChunkManager {
   /// failure; the chunk is then still in host storage.
   [[nodiscard]] bool try_promote(ChunkId chunk);
   /// Makes a promoted chunk a streamed one. Its payloads go to host storage, and its parameters
-  /// stay where they are, as a slot that may be pinned, in use, or evicted. Waits for its update.
-  /// Takes no memory, except for copies of payloads whose host storage processes share. Throws
-  /// OutOfMemory for these. Throws UsageError if the chunk is not promoted, or if an operator pins
-  /// it. Rethrows a copy's failure; the chunk is where it was then.
+  /// stay where they are, as a slot that may be pinned, in use, or evicted. Waits for its update,
+  /// and for await_before_demotion. Takes no memory, except for copies of payloads whose host
+  /// storage processes share. Throws OutOfMemory for these. Throws UsageError if the chunk is not
+  /// promoted, or if an operator pins it. Rethrows a copy's failure; the chunk is where it was
+  /// then.
   void demote(ChunkId chunk);
   /// Demotes the promoted chunk with the latest next use: among those that are not pinned, or else
   /// among those that only modules pin. Returns false when there is none.
@@ -226,6 +233,7 @@ class ChunkManager {
   TransferCounts counts_;
   TimelineRecorder* recorder_ = nullptr;
   PendingUpdates* updates_ = nullptr;
+  std::function<void(ChunkId)> await_users_;
 };
 
 }  // namespace castor

@@ -130,6 +130,9 @@ void ChunkManager::demote(ChunkId chunk) {
   if (update_pending(chunk)) {
     updates_->wait(chunk);
   }
+  if (await_users_) {
+    await_users_(chunk);
+  }
   settle_writes(chunk);
   const std::uint64_t start_ns = clock();
   std::vector<CopyRequest> copies;

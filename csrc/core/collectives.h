@@ -1,11 +1,13 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "core/backend_sums.h"
 #include "core/error.h"
 #include "core/rank_messages.h"
 
@@ -74,6 +76,12 @@ struct RankGroups {
   /// Messages that read other ranks' shards of weights, where each rank stores its own (ZeRO-3);
   /// nullptr: none does.
   std::shared_ptr<RankMessages> reads;
+  /// Sums of gradients by a backend, for the thread of `gradients`; nullptr: they are in rank
+  /// order.
+  std::shared_ptr<BackendSums> sums;
+  /// All-gathers of weights on devices by a backend, for the thread of `updates`; nullptr: they go
+  /// through the host.
+  std::shared_ptr<BackendSums> gathers;
   std::string link;  ///< for reports: the transport of the bytes, and why it is used
 };
 
@@ -83,6 +91,16 @@ std::vector<T> gather(Collectives& ranks, const T& own) {
   std::vector<T> all(ranks.size());
   ranks.all_gather(std::as_bytes(std::span(&own, 1)), std::as_writable_bytes(std::span(all)));
   return all;
+}
+
+/// Returns whether every rank says so.
+[[nodiscard]] inline bool all_true(Collectives& ranks, bool own) {
+  for (const std::uint8_t other : gather(ranks, static_cast<std::uint8_t>(own))) {
+    if (other == 0) {
+      return false;
+    }
+  }
+  return true;
 }
 
 /// Returns when every rank is here.

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "c10d/device_sums.h"
 #include "c10d/group_messages.h"
 #include "c10d/linked_groups.h"
 #include "python/backend_capsule.h"
@@ -124,19 +125,29 @@ std::shared_ptr<DeviceBackend> device_backend(const py::object& backend) {
   return *py::capsule(backend).get_pointer<std::shared_ptr<DeviceBackend>>();
 }
 
+using PairOfSums = std::pair<std::shared_ptr<DeviceSums>, std::shared_ptr<DeviceSums>>;
+
 /// The ranks of three process groups of torch's; `mark`: as link_groups. `reads`:
-/// the name of one for reads of weights that are cut, where they cannot; "": none are.
+/// the name of one for reads of weights that are cut, where they cannot; "": none are. `sums`: what
+/// adds up gradients and gathers weights on devices; nullopt: sums are in rank order.
 RankGroups rank_groups(const std::array<std::string, 3>& names,
-                       const std::optional<std::string>& mark, const std::string& reads) {
+                       const std::optional<std::string>& mark, const std::string& reads,
+                       const std::optional<PairOfSums>& sums) {
   LinkedGroups linked = link_groups(names, mark, waits_of_process());
   const std::size_t rank = linked.groups[0]->rank();
   const std::size_t size = linked.groups[0]->size();
   auto reading = std::make_shared<RankPlace>(waits_of_process(), rank, size);
   reading->set("reads weights that other ranks keep");
+  if (sums) {
+    sums->first->join(linked.groups[1]);
+    sums->second->join(linked.groups[2]);
+  }
   return {.passes = linked.groups[0],
           .gradients = linked.groups[1],
           .updates = linked.groups[2],
           .reads = reads.empty() ? nullptr : std::make_shared<GroupMessages>(reads, reading),
+          .sums = sums ? sums->first : nullptr,
+          .gathers = sums ? sums->second : nullptr,
           .link = std::move(linked.link)};
 }
 
@@ -146,8 +157,9 @@ std::shared_ptr<Session> create_session(
     const std::vector<std::optional<ScalarType>>& types,
     const std::vector<PythonModuleSpec>& modules, SessionOptions options, const py::object& backend,
     const std::optional<std::array<std::string, 3>>& groups,
-    const std::optional<std::string>& memory_mark, const std::string& reads, std::size_t zero_stage,
-    std::size_t extra_dp_size, const std::vector<std::uint32_t>& valueless, std::string name) {
+    const std::optional<std::string>& memory_mark, const std::string& reads,
+    const std::optional<PairOfSums>& sums, std::size_t zero_stage, std::size_t extra_dp_size,
+    const std::vector<std::uint32_t>& valueless, std::string name) {
   options.zero_stage = zero_stage;
   options.extra_dp_size = extra_dp_size;
   options.name = std::move(name);
@@ -155,7 +167,7 @@ std::shared_ptr<Session> create_session(
   options.state.ruled = std::move(ruled);
   options.by_row = std::move(by_row);
   if (groups) {
-    options.ranks = without_gil([&] { return rank_groups(*groups, memory_mark, reads); });
+    options.ranks = without_gil([&] { return rank_groups(*groups, memory_mark, reads, sums); });
     options.layout.world_size = options.ranks->passes->size();
   }
   const std::vector<ModuleSpec> specs = module_specs(modules);
@@ -255,7 +267,7 @@ py::dict report(Session& session) {
   figures["nvme_read_bytes"] = nvme.moved.read_bytes;
   figures["nvme_written_bytes"] = nvme.moved.written_bytes;
   figures["nvme_engine"] = nvme.engine;
-  const SessionRanks* const ranks = session.updates().ranks();
+  SessionRanks* const ranks = session.updates().ranks();
   const bool alone = ranks == nullptr;
   figures["rank"] = alone ? 0 : ranks->rank();
   figures["ranks"] = alone ? 1 : ranks->size();
@@ -276,7 +288,10 @@ py::dict report(Session& session) {
             : ranks->bytes_sent() +
                   (sharded.shards() == nullptr ? 0 : sharded.shards()->bytes_sent());
   figures["rank_crossed_bytes"] = alone ? 0 : ranks->bytes_crossed();
-  figures["rank_seconds"] = alone ? 0.0 : std::chrono::duration<double>(ranks->time()).count();
+  using Seconds = std::chrono::duration<double>;
+  figures["rank_seconds"] = alone ? 0.0 : Seconds(ranks->time()).count();
+  figures["rank_exposed_seconds"] =
+      alone ? 0.0 : Seconds(ranks->gradients().figures().time()).count();
   return figures;
 }
 
@@ -419,7 +434,7 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
            py::arg("trained"), py::arg("ruled"), py::arg("by_row"), py::arg("types"),
            py::arg("modules"), py::arg("options"), py::arg("backend"), py::arg("groups"),
-           py::arg("memory_mark"), py::arg("reads"), py::arg("zero_stage"),
+           py::arg("memory_mark"), py::arg("reads"), py::arg("sums"), py::arg("zero_stage"),
            py::arg("extra_dp_size"), py::arg("valueless"), py::arg("name"))
       .def(
           "turn",

@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/backend_sums.h"
 #include "core/error.h"
 #include "core/hardware.h"
 #include "core/overlap.h"
@@ -52,6 +53,13 @@ struct Names<PlacementPolicy> {
       {PlacementPolicy::kCpu, "cpu"},
       {PlacementPolicy::kCuda, "cuda"},
       {PlacementPolicy::kStatic, "static"}};
+};
+
+template <>
+struct Names<Reduction> {
+  static constexpr std::string_view kName = "reduction";
+  static constexpr std::pair<Reduction, std::string_view> kAll[] = {
+      {Reduction::kOrdered, "ordered"}, {Reduction::kBackend, "backend"}};
 };
 
 template <>

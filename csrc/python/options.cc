@@ -90,9 +90,9 @@ void bind_parts(py::module_& module) {
 }  // namespace
 
 void bind_options(py::module_& module) {
-  module.attr("NAMES") = names_of<ScalarType, StateFormat, PlacementPolicy, Overlap, LoadedWeights,
-                                  EventKind, TransferKind, TransferCause, Guidance, CopyMode,
-                                  UpdateCores, PipelineStyle, PipelinePass>();
+  module.attr("NAMES") = names_of<ScalarType, StateFormat, PlacementPolicy, Reduction, Overlap,
+                                  LoadedWeights, EventKind, TransferKind, TransferCause, Guidance,
+                                  CopyMode, UpdateCores, PipelineStyle, PipelinePass>();
   bind_parts(module);
   py::class_<SessionOptions>(module, "SessionOptions")
       .def(py::init([](ScalarType precision, std::size_t chunk_bytes,

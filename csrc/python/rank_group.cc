@@ -14,12 +14,14 @@
 #include <vector>
 
 #include "c10d/device_collectives.h"
+#include "c10d/device_sums.h"
 #include "c10d/group_collectives.h"
 #include "c10d/linked_groups.h"
 #include "c10d/on_host.h"
 #include "core/collectives.h"
 #include "core/error.h"
 #include "python/bindings.h"
+#include "python/names.h"
 #include "python/state_tensors.h"
 #include "ranks/rank_sums.h"
 #include "ranks/rank_waits.h"
@@ -63,6 +65,8 @@ void broadcast(GroupCollectives& ranks, const at::Tensor& values) {
   }
 }
 
+constexpr const char* kSumming = "sums the outputs of tensor-parallel layers";
+
 /// Collectives of tensors among the ranks that share a model. Tensors on a device go to the other
 /// devices over a process group for them (use_device_group), where there is one; else through
 /// page-locked memory of the host. The sums have the same bits.
@@ -73,16 +77,27 @@ class RankTensors {
 
   [[nodiscard]] const std::string& link() const noexcept { return linked_.link; }
   [[nodiscard]] Collectives& ranks() const noexcept { return *linked_.groups[0]; }
-  void use_device_group(const std::string& group, const std::string& device) {
-    device_ = std::make_unique<DeviceCollectives>(group, c10::Device(device), ranks());
+  void use_device_group(const std::string& group, const std::string& device, Reduction reduction) {
+    device_ = std::make_unique<DeviceCollectives>(group, c10::Device(device), ranks(), reduction);
   }
   [[nodiscard]] std::string device_backend() const { return device_ ? device_->backend() : ""; }
   [[nodiscard]] bool sends_from_device(const at::Tensor& tensor) const noexcept {
     return device_ && device_->takes(tensor);
   }
 
+  [[nodiscard]] bool backend_sums(const at::Tensor& tensor) const noexcept {
+    return sends_from_device(tensor) && device_->reduction() == Reduction::kBackend;
+  }
+
+  void reduce_scatter(const at::Tensor& values, const at::Tensor& into) {
+    if (!backend_sums(values)) {
+      throw InvalidArgument("only a backend that adds up reduce-scatters tensors");
+    }
+    ranks().set_place(kSumming);
+    device_->reduce_scatter(values, into, DeviceCollectives::Result::kSum);
+  }
   void all_reduce(const at::Tensor& values) {
-    ranks().set_place("sums the outputs of tensor-parallel layers");
+    ranks().set_place(kSumming);
     if (sends_from_device(values)) {
       device_->all_reduce(values);
       return;
@@ -90,6 +105,13 @@ class RankTensors {
     const OnHost host = OnHost::values_of(values);
     sums_.sum(host.bytes(), scalar_type_of(values));
     host.send();
+  }
+  [[nodiscard]] DeviceWork begin_all_reduce(const at::Tensor& values) {
+    if (!sends_from_device(values)) {
+      throw InvalidArgument("only a process group for devices adds tensors up asynchronously");
+    }
+    ranks().set_place(kSumming);
+    return device_->begin_all_reduce(values);
   }
   void all_gather(const at::Tensor& own, const at::Tensor& into) {
     if (into.nbytes() != own.nbytes() * ranks().size()) {
@@ -229,6 +251,10 @@ void bind_rank_group(py::module_& module) {
            py::kw_only(), py::arg("memory_mark"), Released())
       .def_property_readonly("link", &RankTensors::link)
       .def("all_reduce", &RankTensors::all_reduce, py::arg("values"), Released())
+      .def("begin_all_reduce", &RankTensors::begin_all_reduce, py::arg("values"), Released())
+      .def("backend_sums", &RankTensors::backend_sums, py::arg("tensor"))
+      .def("reduce_scatter", &RankTensors::reduce_scatter, py::arg("values"), py::arg("into"),
+           Released())
       .def("all_gather", &RankTensors::all_gather, py::arg("own"), py::arg("into"), Released())
       .def(
           "gather_bytes",
@@ -241,7 +267,7 @@ void bind_rank_group(py::module_& module) {
       .def("begin_ring_shift", &RankTensors::begin_ring_shift, py::arg("sent"), py::arg("into"),
            Released())
       .def("use_device_group", &RankTensors::use_device_group, py::arg("group"), py::arg("device"),
-           Released())
+           py::kw_only(), py::arg("reduction"), Released())
       .def_property_readonly("device_backend", &RankTensors::device_backend)
       .def("sends_from_device", &RankTensors::sends_from_device, py::arg("tensor"))
       .def("expect_messages", &RankTensors::expect_messages, py::arg("expected"), Released())
@@ -249,6 +275,12 @@ void bind_rank_group(py::module_& module) {
       .def("lost", &RankTensors::lost, Released())
       .def("abort_device", &RankTensors::abort_device, py::arg("why"), Released())
       .def("leave", &RankTensors::leave, Released());
+  py::class_<DeviceSums, std::shared_ptr<DeviceSums>>(module, "DeviceSums")
+      .def(py::init([](const std::string& group, const std::string& device) {
+             return std::make_shared<DeviceSums>(group, c10::Device(device));
+           }),
+           py::arg("group"), py::arg("device"))
+      .def("look", &DeviceSums::look, Released());
   py::class_<DeviceWork>(module, "DeviceWork").def("wait", &DeviceWork::wait, Released());
   py::class_<PythonWait>(module, "RankWait")
       .def(py::init<std::size_t, std::size_t, std::string, std::string>(), py::arg("rank"),

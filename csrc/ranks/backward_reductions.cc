@@ -26,13 +26,14 @@ BackwardReductions::BackwardReductions(std::shared_ptr<Collectives> ranks, std::
 
 BackwardReductions::~BackwardReductions() {
   worker_.request_stop();
-  const bool under_way = [this] {
-    const MutexLock lock(mutex_);
-    return under_way_;
-  }();
-  if (under_way) {
+  if (under_way()) {
     ranks_->leave();  // who waits for this rank, and this rank itself
   }
+}
+
+bool BackwardReductions::under_way() const {
+  const MutexLock lock(mutex_);
+  return under_way_;
 }
 
 void BackwardReductions::rethrow_failure() const {

@@ -62,6 +62,8 @@ class BackwardReductions {
     const MutexLock lock(mutex_);
     return num_waiting_;
   }
+  /// Returns whether ranks are reducing chunks of a pass, or wait for each other to.
+  [[nodiscard]] bool under_way() const;
   /// Ends the pass, which is over on every rank, or will be. Returns per chunk whether it has been
   /// reduced in the pass.
   [[nodiscard]] std::vector<bool> end_pass();

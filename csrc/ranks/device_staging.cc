@@ -1,5 +1,9 @@
 #include "ranks/device_staging.h"
 
+#include <algorithm>
+
+#include "core/chunk_layout.h"
+
 namespace castor {
 
 std::span<std::byte> DeviceStaging::on_host(const Payload& payload) const noexcept {
@@ -17,6 +21,10 @@ void DeviceStaging::bring(const Payload& payload, std::span<std::byte> part) {
                                    .behind = device_->stream(),
                                    .await_source = {}}));
   }
+}
+
+void DeviceStaging::await_stream(const Payload& payload) {
+  bring(payload, on_host(payload).first(std::min(payload.bytes(), kParamAlignment)));
 }
 
 void DeviceStaging::send(const Payload& payload, std::span<const std::byte> part) {

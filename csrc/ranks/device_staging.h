@@ -34,6 +34,9 @@ class DeviceStaging {
   /// Copies this part of on_host() into the payload. Rethrows a copy's failure.
   void send(const Payload& payload, std::span<const std::byte> part);
 
+  /// Returns when the device's stream has done what it was given before. Requires staged().
+  void await_stream(const Payload& payload);
+
   /// Returns whether the payload's bytes are where the host does not address them.
   [[nodiscard]] bool staged(const Payload& payload) const noexcept {
     return copies_ != nullptr && payload.tier() == TierKind::kDevice;

@@ -1,6 +1,7 @@
 #include "ranks/rank_reduction.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <span>
 
@@ -19,8 +20,12 @@ constexpr std::size_t kWindowBytes = std::size_t{8} << 20;
 
 // Parts of it are whole elements, and begin where a cache line does. What goes from machine to
 // machine needs room beside it, and smaller pieces, of which several are on their way.
-std::size_t RankReduction::window_bytes(std::size_t largest, std::size_t ranks,
-                                        std::size_t sharing) {
+std::size_t RankReduction::window_bytes(std::size_t largest, std::size_t ranks, std::size_t sharing,
+                                        Reduction reduction) {
+  if (reduction == Reduction::kBackend) {
+    return align_up(std::clamp<std::size_t>(largest, 1, kWindowBytes), ranks * kParamAlignment) /
+           ranks;
+  }
   const bool relayed = sharing > 1 && sharing < ranks;
   const std::size_t most = relayed ? kWindowBytes / 2 : kWindowBytes;
   const std::size_t piece =
@@ -30,11 +35,20 @@ std::size_t RankReduction::window_bytes(std::size_t largest, std::size_t ranks,
 
 void RankReduction::reduce(Payload& gradients, ScalarType type) {
   const bool shared = shared_storage_ != nullptr && shared_storage_->contains(gradients.storage());
-  if (shared && staging_.staged(gradients)) {
+  if (sums_ != nullptr && all_true(ranks_, staging_.staged(gradients))) {
+    sums_->all_reduce_mean({gradients.data(), gradients.bytes()}, type);
+    gradients.drop_copy();
+    figures_.add_bytes(2 * (ranks_.size() - 1) * (gradients.bytes() / ranks_.size()));
+    return;
+  }
+  const bool brought = sums_ == nullptr && staging_.staged(gradients);
+  if (shared && brought) {
     gradients.take_copy(Payload::CopyContents::kZeros);
   }
   const std::span<std::byte> all = staging_.on_host(gradients);
-  staging_.bring(gradients, all);
+  if (brought) {
+    staging_.bring(gradients, all);
+  }
   if (shared && ranks_.messages() != nullptr) {
     GradientRelay(ranks_, all, shared_storage_->common(gradients.storage()), type, executor_,
                   {window_.data(), window_.bytes()}, figures_)
@@ -62,13 +76,12 @@ void RankReduction::reduce(Payload& gradients, ScalarType type) {
 void RankReduction::exchange(const Payload& gradients, std::span<std::byte> all, ScalarType type,
                              bool shared) {
   const std::size_t granule = ranks_.size() * kParamAlignment;
-  const std::size_t step = window_.bytes() / granule * granule;
+  const std::size_t room = sums_ == nullptr ? window_.bytes() : window_.bytes() * ranks_.size();
+  const std::size_t step = room / granule * granule;
   for (std::size_t begin = 0; begin < all.size(); begin += step) {
     const std::span<std::byte> piece = all.subspan(begin, std::min(step, all.size() - begin));
-    const std::span parts(window_.data(), piece.size());
-    ranks_.all_to_all(piece, parts);
-    const auto own = parts.first(piece.size() / ranks_.size());
-    average(&executor_, own.data(), parts.data(), ranks_.size(), own.size() / size_of(type), type);
+    const std::span own(window_.data(), piece.size() / ranks_.size());
+    sum_piece(gradients, piece, begin, own, type);
     if (shared) {
       // Every rank has sent what it has of this piece.
       std::memcpy(shared_storage_->common(gradients.storage() + begin) + ranks_.rank() * own.size(),
@@ -80,11 +93,30 @@ void RankReduction::exchange(const Payload& gradients, std::span<std::byte> all,
   }
 }
 
+void RankReduction::sum_piece(const Payload& gradients, std::span<std::byte> piece,
+                              std::size_t begin, std::span<std::byte> own, ScalarType type) {
+  if (sums_ == nullptr) {
+    const std::span parts(window_.data(), piece.size());
+    ranks_.all_to_all(piece, parts);
+    average(&executor_, own.data(), parts.data(), ranks_.size(), own.size() / size_of(type), type);
+  } else if (staging_.staged(gradients)) {
+    sums_->reduce_scatter_mean({gradients.data() + begin, piece.size()}, BackendSums::From::kDevice,
+                               own, type);
+  } else {
+    sums_->reduce_scatter_mean(piece, BackendSums::From::kHost, own, type);
+  }
+}
+
 // A rank's part is in one piece, so what ranks exchange of a part in several windows is gathered
 // from all parts first, in one half of the window, and comes into the other.
 void RankReduction::reduce_scatter(std::span<const std::byte> gradients, std::span<std::byte> shard,
                                    ScalarType type) {
   const std::size_t ranks = ranks_.size();
+  if (sums_ != nullptr) {
+    sums_->reduce_scatter_mean(gradients, BackendSums::From::kHost, shard, type);
+    figures_.add_bytes((ranks - 1) * shard.size());
+    return;
+  }
   const bool at_once = gradients.size() <= window_.bytes();
   const std::size_t step =
       at_once ? shard.size() : window_.bytes() / 2 / ranks / kParamAlignment * kParamAlignment;

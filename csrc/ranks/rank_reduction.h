@@ -5,6 +5,7 @@
 #include <span>
 #include <utility>
 
+#include "core/backend_sums.h"
 #include "core/collectives.h"
 #include "core/executor.h"
 #include "core/memory_tier.h"
@@ -17,7 +18,7 @@
 namespace castor {
 
 /// Averages gradients over the ranks, on every rank: each rank adds up a shard of them, in rank
-/// order.
+/// order, or a backend does (BackendSums).
 ///
 /// - Where the ranks share host storage, every rank has its gradients in pages of its own. It
 ///   writes its shard of the mean to the common memory, and forgets those pages when all ranks have
@@ -27,26 +28,32 @@ namespace castor {
 ///   order is that of all ranks.
 /// - Elsewhere all ranks gather the shards, which sends twice as much; or each rank keeps its shard
 ///   (reduce_scatter).
+/// - Gradients that are in memory of the device on every rank are reduced there by a backend, where
+///   there is one.
 ///
 /// One window of memory is needed. Gradients in memory of a device that the host does not address
 /// pass through DeviceStaging. Used by one thread at a time.
 class RankReduction {
  public:
   /// Takes `shared_storage`, nullptr where ranks share no host storage; `window`, of window_bytes;
-  /// and `staging` for the gradients. All outlive this.
+  /// `staging` for the gradients; and `sums`, nullptr where sums are in rank order. All outlive
+  /// this.
   RankReduction(Collectives& ranks, const SharedHostStorage* shared_storage, Executor& executor,
-                Block window, RankFigures& figures, DeviceStaging staging = {})
+                Block window, RankFigures& figures, DeviceStaging staging = {},
+                BackendSums* sums = nullptr)
       : ranks_(ranks),
         shared_storage_(shared_storage),
         executor_(executor),
         window_(std::move(window)),
         figures_(figures),
-        staging_(std::move(staging)) {}
+        staging_(std::move(staging)),
+        sums_(sums) {}
 
   /// Returns the bytes of the window for gradients of at most `largest` bytes at once, of so many
-  /// ranks, of which `sharing` on each machine share host storage; 1: none do.
+  /// ranks, of which `sharing` on each machine share host storage; 1: none do. A backend's sums
+  /// need room for a shard alone.
   [[nodiscard]] static std::size_t window_bytes(std::size_t largest, std::size_t ranks,
-                                                std::size_t sharing);
+                                                std::size_t sharing, Reduction reduction);
 
   /// Averages `gradients`, and drops their own copy (Payload::take_copy). Throws OutOfMemory where
   /// they are on a device and their host storage is shared: they pass through such a copy.
@@ -58,6 +65,8 @@ class RankReduction {
 
  private:
   void exchange(const Payload& gradients, std::span<std::byte> all, ScalarType type, bool shared);
+  void sum_piece(const Payload& gradients, std::span<std::byte> piece, std::size_t begin,
+                 std::span<std::byte> own, ScalarType type);
 
   Collectives& ranks_;
   const SharedHostStorage* const shared_storage_;
@@ -65,6 +74,7 @@ class RankReduction {
   Block window_;
   RankFigures& figures_;
   DeviceStaging staging_;
+  BackendSums* const sums_;
 };
 
 }  // namespace castor

@@ -46,7 +46,13 @@ void RankWeights::gather(std::span<const Payload* const> weights) {
   bool any_shared = false;
   for (const Payload* const one : weights) {
     if (!shared(*one)) {
-      gather_shards(*one);
+      const bool for_good = staging_.staged(*one) && !one->away();
+      if (gathers_ && all_true(*ranks_, for_good)) {
+        staging_.await_stream(*one);
+        gather_on_device(*one);
+      } else {
+        gather_shards(*one);
+      }
       continue;
     }
     any_shared = true;
@@ -57,6 +63,12 @@ void RankWeights::gather(std::span<const Payload* const> weights) {
   if (any_shared) {
     take_remote_shards(weights);
   }
+}
+
+// Kernels have written this rank's shard, and read no weights any more.
+void RankWeights::gather_on_device(const Payload& weights) {
+  gathers_->all_gather({weights.data(), weights.bytes()});
+  figures_.add_bytes((ranks_->size() - 1) * (weights.bytes() / ranks_->size()));
 }
 
 void RankWeights::gather_shards(const Payload& weights) {
@@ -84,12 +96,34 @@ void RankWeights::settle(std::span<const Payload* const> weights) {
 
 void RankWeights::take_remote_shards(std::span<const Payload* const> weights) {
   exchange_between_nodes(weights);
-  meet(*ranks_->node());
-  for (const Payload* const one : weights) {
-    if (shared(*one)) {
-      take_remote_shards(*one);
+  std::vector<bool> on_devices(weights.size(), false);
+  if (gathers_) {
+    on_devices = on_all_devices(weights);
+  } else {
+    meet(*ranks_->node());
+  }
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    const Payload& one = *weights[i];
+    if (on_devices[i]) {
+      gather_on_device(one);
+    } else if (shared(one)) {
+      take_remote_shards(one);
     }
   }
+}
+
+std::vector<bool> RankWeights::on_all_devices(std::span<const Payload* const> weights) {
+  std::vector<std::uint8_t> own(weights.size());
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    own[i] = static_cast<std::uint8_t>(shared(*weights[i]) && staging_.staged(*weights[i]));
+  }
+  std::vector<std::uint8_t> all(own.size() * ranks_->size());
+  ranks_->all_gather(std::as_bytes(std::span(own)), std::as_writable_bytes(std::span(all)));
+  std::vector<bool> everywhere(own.size(), true);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    everywhere[i % own.size()] = everywhere[i % own.size()] && all[i] != 0;
+  }
+  return everywhere;
 }
 
 // Each machine has all weights once, and its ranks' parts in them. What comes from another machine

@@ -4,7 +4,9 @@
 #include <memory>
 #include <span>
 #include <utility>
+#include <vector>
 
+#include "core/backend_sums.h"
 #include "core/collectives.h"
 #include "core/payload.h"
 #include "host/shared_host_storage.h"
@@ -29,15 +31,22 @@ void share_bytes(const SharedHostStorage& shared_storage, const Payload& weights
 /// Elsewhere the shards are gathered: (n-1)/n of the bytes are sent. Weights in memory of a device
 /// that the host does not address pass through DeviceStaging.
 ///
+/// Where every rank has the weights on its device, a backend gathers the shards there, if there is
+/// one. Shared host storage of such weights is given the shards as well.
+///
 /// Owned by the session. Used by one thread at a time, the one that runs updates. Every rank runs
 /// the same updates in the same order.
 class RankWeights {
  public:
   /// Takes `ranks`, which are used for nothing else; `shared_storage`, which outlives this and is
-  /// nullptr where ranks share no host storage; and `staging` for the weights.
+  /// nullptr where ranks share no host storage; `staging` for the weights; and `gathers`, nullptr
+  /// where all goes through the host.
   RankWeights(std::shared_ptr<Collectives> ranks, const SharedHostStorage* shared_storage,
-              DeviceStaging staging = {})
-      : ranks_(std::move(ranks)), shared_storage_(shared_storage), staging_(std::move(staging)) {
+              DeviceStaging staging = {}, std::shared_ptr<BackendSums> gathers = nullptr)
+      : ranks_(std::move(ranks)),
+        shared_storage_(shared_storage),
+        staging_(std::move(staging)),
+        gathers_(std::move(gathers)) {
     ranks_->set_place("brings together weights that an update, or a load, has changed");
   }
 
@@ -54,7 +63,12 @@ class RankWeights {
   void settle(std::span<const Payload* const> weights);
 
   /// Leaves the ranks. Any thread may call it.
-  void leave() noexcept { ranks_->leave(); }
+  void leave() noexcept {
+    ranks_->leave();
+    if (gathers_) {
+      gathers_->leave();
+    }
+  }
 
   [[nodiscard]] const RankFigures& figures() const noexcept { return figures_; }
 
@@ -73,6 +87,9 @@ class RankWeights {
     return shard_of(std::span(weights.data(), weights.bytes()));
   }
   void gather_shards(const Payload& weights);
+  void gather_on_device(const Payload& weights);
+  // Returns for each of the weights whether every rank has it on its device. Every rank is here.
+  [[nodiscard]] std::vector<bool> on_all_devices(std::span<const Payload* const> weights);
   // Of weights with shared host storage, for which all ranks give their shards.
   void take_remote_shards(std::span<const Payload* const> weights);
   void take_remote_shards(const Payload& weights);
@@ -81,6 +98,7 @@ class RankWeights {
   const std::shared_ptr<Collectives> ranks_;
   const SharedHostStorage* const shared_storage_;
   DeviceStaging staging_;
+  const std::shared_ptr<BackendSums> gathers_;
   RankFigures figures_;
 };
 

@@ -25,10 +25,11 @@ std::size_t largest_gradients(const ChunkLayout& layout) {
 
 }  // namespace
 
-RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& meeting,
-                             const ChunkLayout& layout, Places places, Executor& executor,
-                             MemoryTier& host)
+RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr<BackendSums> sums,
+                             RankMeeting& meeting, const ChunkLayout& layout, Places places,
+                             Executor& executor, MemoryTier& host, MemoryTier& device)
     : ranks_(std::move(ranks)),
+      sums_(std::move(sums)),
       meeting_(meeting),
       layout_(layout),
       gradients_(places.gradients),
@@ -40,20 +41,29 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
       reduction_(*ranks_, shared_storage_, executor,
                  host.allocate(RankReduction::window_bytes(
                                    largest_gradients(layout), ranks_->size(),
-                                   shared_storage_ == nullptr ? 1 : ranks_->node()->size()),
+                                   shared_storage_ == nullptr ? 1 : ranks_->node()->size(),
+                                   sums_ ? Reduction::kBackend : Reduction::kOrdered),
                                "gradients pass through it from rank to rank; raise host_memory"),
-                 figures_, std::move(places.staging)),
+                 figures_, std::move(places.staging), sums_.get()),
       handed_(layout.chunks().size(), false),
       fences_(layout.chunks().size()),
       copies_(layout.chunks().size()) {
+  if (sums_) {
+    device_window_ =
+        device.allocate(sums_->window_bytes(largest_gradients(layout)),
+                        "gradients pass through it with reduction='backend'; raise device_memory");
+    sums_->use_window({device_window_.data(), device_window_.bytes()});
+  }
   ranks_->set_place("");  // beside a pass, at whose end ranks meet
-  if (shared_storage_ == nullptr && gradient_shards_ == nullptr) {
+  if (shared_storage_ == nullptr && gradient_shards_ == nullptr && !sums_) {
     return;
   }
-  // Backward comes to modules last to first, and chunks hold them in their order.
+  // Backward comes to modules last to first, and chunks hold them in their order. Any may become
+  // resident on the device later.
   std::vector<ChunkId> order;
   for (std::size_t i = layout_.chunks().size(); i-- > 0;) {
-    if (const ChunkId chunk{static_cast<std::uint32_t>(i)}; copied(chunk)) {
+    if (const ChunkId chunk{static_cast<std::uint32_t>(i)};
+        copied(chunk) || (sums_ && gradients_.payload(chunk) != nullptr)) {
       order.push_back(chunk);
     }
   }
@@ -65,10 +75,21 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& me
       });
 }
 
+RankGradients::~RankGradients() {
+  if (sums_ && reductions_ && reductions_->under_way()) {
+    sums_->leave();  // the reductions' thread may wait for ranks that do not come
+  }
+}
+
 bool RankGradients::in_shared_host_storage(ChunkId chunk) const {
   const Payload* const payload = gradients_.payload(chunk);
   return shared_storage_ != nullptr && payload != nullptr && !payload->away() &&
          shared_storage_->contains(payload->storage());
+}
+
+bool RankGradients::added_on_device(ChunkId chunk) const {
+  const Payload* const payload = gradients_.payload(chunk);
+  return sums_ && payload != nullptr && payload->tier() == TierKind::kDevice;
 }
 
 void RankGradients::arriving(ChunkId chunk, OperatorGate& gate) {
@@ -217,7 +238,7 @@ void RankGradients::drop_copy(ChunkId chunk) {
 }
 
 void RankGradients::completed(ChunkId chunk, OperatorGate& gate) {
-  if (!synchronised_ || !copied(chunk) || handed_[index(chunk)]) {
+  if (!synchronised_ || !reduced_beside_backward(chunk) || handed_[index(chunk)]) {
     return;
   }
   fences_[index(chunk)] = gradients_.fence();

@@ -32,7 +32,8 @@ namespace castor {
 /// wait for slower ranks, backward waits as well, but not for long: then it takes more copies while
 /// the host has room for them, and where it has none, waits until the others free one.
 ///
-/// The same holds if each rank keeps its shard of the mean (GradientShards).
+/// The same holds if each rank keeps its shard of the mean (GradientShards), and, without a copy,
+/// for chunks on the device where a backend adds gradients up (BackendSums).
 ///
 /// Owned by the session; used by the one thread at a time that runs backward and step.
 class RankGradients {
@@ -45,9 +46,14 @@ class RankGradients {
     const ShardMap& shards;            ///< map of those shards
     DeviceStaging staging;             ///< staging buffers of gradients on a device
   };
-  /// Takes windows from `host`, and throws OutOfMemory. All arguments but `ranks` outlive this.
-  RankGradients(std::shared_ptr<Collectives> ranks, RankMeeting& meeting, const ChunkLayout& layout,
-                Places places, Executor& executor, MemoryTier& host);
+  /// Takes windows from `host`, and from `device` where `sums` adds up; nullptr: castor does, in
+  /// rank order. Throws OutOfMemory. All arguments but `ranks` and `sums` outlive this.
+  RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr<BackendSums> sums,
+                RankMeeting& meeting, const ChunkLayout& layout, Places places, Executor& executor,
+                MemoryTier& host, MemoryTier& device);
+  ~RankGradients();
+  RankGradients(const RankGradients&) = delete;
+  RankGradients& operator=(const RankGradients&) = delete;
 
   /// Sets whether the passes that follow are synchronised at their end; returns whether those
   /// before were.
@@ -85,7 +91,12 @@ class RankGradients {
   /// Adds the squares of sharded gradients, at each parameter's place. Collective.
   void measure_shards(std::span<double> squares);
   /// Leaves the other ranks for good; see Collectives::leave. May be called from any thread.
-  void leave() noexcept { ranks_->leave(); }
+  void leave() noexcept {
+    ranks_->leave();
+    if (sums_) {
+      sums_->leave();
+    }
+  }
 
   [[nodiscard]] const RankFigures& figures() const noexcept { return figures_; }
 
@@ -96,6 +107,11 @@ class RankGradients {
   // Returns whether this rank has a full copy of the chunk's gradients until they are reduced.
   [[nodiscard]] bool copied(ChunkId chunk) const {
     return sharded(chunk) || in_shared_host_storage(chunk);
+  }
+  // Returns whether a backend adds up the chunk's gradients where they are, on the device.
+  [[nodiscard]] bool added_on_device(ChunkId chunk) const;
+  [[nodiscard]] bool reduced_beside_backward(ChunkId chunk) const {
+    return copied(chunk) || added_on_device(chunk);
   }
   // Takes this rank's full copy of a chunk's gradients.
   void take_copy(ChunkId chunk);
@@ -114,6 +130,7 @@ class RankGradients {
   [[nodiscard]] GradientMarks meet(MeetingPoint point, std::optional<std::size_t> optimizer);
 
   const std::shared_ptr<Collectives> ranks_;
+  const std::shared_ptr<BackendSums> sums_;
   RankMeeting& meeting_;
   const ChunkLayout& layout_;
   ChunkGradients& gradients_;
@@ -123,6 +140,7 @@ class RankGradients {
   Executor& executor_;
   MemoryTier& host_;
   RankFigures figures_;
+  Block device_window_;  // of sums_
   RankReduction reduction_;
   bool synchronised_ = true;
   bool begun_ = false;        // a pass has begun

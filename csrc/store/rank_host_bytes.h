@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "core/backend_sums.h"
 #include "core/chunk_layout.h"
 #include "core/placement.h"
 
@@ -26,6 +27,7 @@ struct RankHostBytes {
 /// each has its own, and takes no more than the window.
 [[nodiscard]] RankHostBytes rank_host_bytes(const ChunkLayout& layout,
                                             std::span<const Placement> placements,
-                                            std::size_t ranks, std::size_t sharing);
+                                            std::size_t ranks, std::size_t sharing,
+                                            Reduction reduction);
 
 }  // namespace castor

@@ -40,7 +40,8 @@ RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Plac
     lock_pages = [&](std::span<std::byte> pages) { return options.backend->lock_pages(pages); };
   }
   const RankHostBytes bytes =
-      rank_host_bytes(layout, placements, options.ranks->passes->size(), sharing);
+      rank_host_bytes(layout, placements, options.ranks->passes->size(), sharing,
+                      options.ranks->sums ? Reduction::kBackend : Reduction::kOrdered);
   std::string places;
   for (const std::size_t until : bytes.weights_until) {
     places += std::to_string(until) + ' ';

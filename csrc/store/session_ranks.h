@@ -45,16 +45,17 @@ class SessionRanks {
                   ? groups.link
                   : groups.link + ", but not host storage: " + host_storage.refusal()),
         meeting_(*passes_, layout_),
-        gradients_(groups.gradients, meeting_, layout_,
+        gradients_(groups.gradients, groups.sums, meeting_, layout_,
                    {.gradients = gradients,
                     .storage = host_storage.gradients().storage.get(),
                     .gradient_shards = gradient_shards,
                     .shards = shards,
                     .staging = make_staging(chunks, PayloadKind::kGrad, copies, places.device())},
-                   executor, chunks.host()),
+                   executor, chunks.host(), chunks.device()),
         states_(*passes_, meeting_, layout_, shards, places),
         weights_(groups.updates, host_storage.weights().storage.get(),
-                 make_staging(chunks, PayloadKind::kParam, copies, places.device())) {}
+                 make_staging(chunks, PayloadKind::kParam, copies, places.device()),
+                 groups.gathers) {}
 
   [[nodiscard]] RankGradients& gradients() noexcept { return gradients_; }
   [[nodiscard]] RankStates& states() noexcept { return states_; }

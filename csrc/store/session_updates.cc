@@ -96,6 +96,8 @@ SessionUpdates::SessionUpdates(Parts parts, const SessionOptions& options)
                options.overlap,
                [this](ChunkId chunk) { return parts_.aliased(chunk) || parts_.rebound(chunk); }) {
   if (ranks_) {
+    parts_.chunks.manager().await_before_demotion(
+        [this](ChunkId chunk) { ranks_->gradients().wait(chunk); });
     integrity_.when_broken([this] {
       ranks_->leave();
       if (WeightShards* const shards = parts_.memory.sharded_host_storage().shards()) {
@@ -116,6 +118,7 @@ void SessionUpdates::end() noexcept {
 }
 
 void SessionUpdates::leave() noexcept {
+  parts_.chunks.manager().await_before_demotion(nullptr);
   ranks_.reset();
   runtime_.reset();
 }

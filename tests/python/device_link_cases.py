@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import castor
+from castor.config.names import Reduction
 from castor.distributed import ModelParallelGroup, ParallelGroups
 from castor.distributed.ring_attention import Ring
 from castor.runtime.device_groups import DeviceBackend, DeviceLink
@@ -35,11 +36,11 @@ def device() -> torch.device:
     return torch.device("cuda" if os.environ["CASTOR_TEST_DEVICE"] == "cuda" else NAME, 0)
 
 
-def linked() -> ModelParallelGroup:
+def linked(reduction: Reduction = "ordered") -> ModelParallelGroup:
     """All ranks, as tensor-parallel ranks."""
     castor.launch_from_torch()
     size = int(os.environ["WORLD_SIZE"])
-    ranks = ParallelGroups.make(ParallelDims(tp=size)).connect_devices(device()).layers
+    ranks = ParallelGroups.make(ParallelDims(tp=size)).connect_devices(device(), reduction).layers
     assert ranks is not None
     return ranks
 
@@ -76,6 +77,58 @@ def same_bits(_: Path) -> None:
     everyone = torch.empty((size, 9), dtype=torch.bool, device=device())
     ranks.links.all_gather(flags, everyone)
     assert everyone[:, 0].tolist() == [rank % 2 == 0 for rank in range(size)]
+
+
+def backend_adds(_: Path) -> None:
+    """The backend's own sums: those of the host but for the order, and as many bytes sent."""
+    ranks = linked("backend")
+    gpu: Any = torch.simgpu.gpu  # type: ignore[attr-defined]
+    for dtype, near in zip(TYPES, (1e-5, 8e-2, 1e-2), strict=True):
+        for numel in SIZES:
+            given = _values(numel, dtype, seed=ranks.rank)
+            torch.testing.assert_close(
+                ranks.all_reduce(given.to(device())).cpu(),
+                ranks.all_reduce(given),
+                rtol=near,
+                atol=100 * near,
+            )
+            rows = _values(4 * numel, dtype, seed=ranks.rank).view(4, numel)
+            before = gpu.counts()["collectives"]
+            torch.testing.assert_close(
+                ranks.reduce_scatter(rows.to(device()), 0).cpu(),
+                ranks.reduce_scatter(rows, 0),
+                rtol=near,
+                atol=100 * near,
+            )
+            assert gpu.counts()["collectives"] == before + 1
+    with pytest.raises(ValueError, match="only a backend that adds up"):
+        ranks.links.reduce_scatter(rows, rows[0])
+
+
+def goes_beside(_: Path) -> None:
+    """A sum that is begun waits for rank 1, and what rank 0 computes meanwhile does not."""
+    for reduction in ("ordered", "backend"):
+        ranks = linked(reduction)
+        gpu: Any = torch.get_device_module(device())
+        values = torch.full((100_000,), 1.0 + ranks.rank, device=device())
+        other = torch.ones(1000, device=device())
+        gpu.synchronize()
+        waits = gpu.gpu.counts()["host_waits"]
+        start = time.monotonic()
+        if ranks.rank == 1:
+            gpu._sleep(int(SLEEP * 1e6))
+        values *= 2
+        work = ranks.links.begin_all_reduce(values)
+        other *= 3
+        assert gpu.gpu.counts()["host_waits"] == waits
+        if ranks.rank == 0:
+            assert other.cpu().unique().tolist() == [3]
+            assert time.monotonic() - start < SLEEP / 2
+        work.wait()
+        values += 1
+        expected = 2 * sum(range(1, ranks.size + 1)) + 1
+        assert values.cpu().unique().tolist() == [expected]
+        assert time.monotonic() - start > SLEEP / 2
 
 
 def host_goes_on(_: Path) -> None:

@@ -179,6 +179,26 @@ def host_waits(directory: Path) -> None:
         boosted.optimizer.step()
 
 
+REDUCED = ("llama layers", "llama tokens between", "llama layers, bf16", "llama layers, tight")
+"""Of ON_TWO, cases whose activations castor or the backend adds up."""
+
+
+def reductions(directory: Path) -> None:
+    """Losses of REDUCED with each reduction."""
+    castor.launch_from_torch()
+    found: dict[str, list[list[float]]] = {}
+    for name in REDUCED:
+        case = ON_TWO[name]
+        # Data-parallel ranks have two communicators more, of 8 MiB, and a window.
+        more = {"device_memory": _tight(case) + (17 << 20)} if case.tight else {}
+        for reduction in ("ordered", "backend"):
+            boosted = case.boost(reduction=reduction, **more)
+            found.setdefault(name, []).append(case.train(boosted))
+            report = boosted.report()
+            assert (report.reduction, report.device_link) == (reduction, _expected_link())
+    write_own(directory, "reductions", found)
+
+
 ZERO = {
     2: {name: ON_TWO[name] for name in ("llama heads for tokens", "gpt2 all keys")},
     4: {

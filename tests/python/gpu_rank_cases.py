@@ -5,6 +5,7 @@ CASTOR_TEST_DEVICE says on which: "simgpu:1", "cuda", or the CPU device without 
 
 import functools
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from fused_optimizers import MAKERS
 from helpers import GIB, tight_memory
 from rank_cases import RankCase, _frozen, _of_rank, _refused, _tower_loss, _zoo, boost
 from simulated import compute_as_asked
+from tensor_cases import write_own
 from zoo import CASES, tower, tower_batch
 
 STEPS = 5
@@ -137,6 +139,67 @@ def _train_all(directory: Path, ranks: range, suffix: str) -> None:
             _with_memory(case, tight=ranks == range(1, 2)), ranks, steps=STEPS
         )
         torch.save((weights, losses, vars(report)), directory / f"{name}{suffix}.pt")
+
+
+REDUCED = {
+    f"{precision} stage {stage}{where}": RankCase(
+        tower, _tower_loss, SMALL | settings | {"zero_stage": stage, "precision": precision}
+    )
+    for precision in ("fp32", "bf16")
+    for stage, where, settings in (
+        (1, "", {}),
+        (1, ", tight", {"memory": "tight"}),
+        (1, ", all on the device", {"placement_policy": "cuda"}),
+        (2, "", {"placement_policy": "cpu"}),
+        (3, "", {"placement_policy": "cpu"}),
+    )
+} | {"fp32 stage 1, deferred": CLOSE["deferred"]}
+"""Cases of which gradients are added by castor and by the backend."""
+
+
+BESIDE = (16 << 20) + (16 << 10)
+"""Device bytes of two communicators of the simulated GPU and of the window of small chunks."""
+
+
+def reductions(directory: Path) -> None:
+    """Losses and reports of REDUCED with each reduction."""
+    castor.launch_from_torch()
+    rank = distributed.get_rank()
+    found: dict[str, dict[str, Any]] = {}
+    for name, case in REDUCED.items():
+        for reduction in ("ordered", "backend"):
+            asked = _with_memory(case, tight=False)
+            settings = asked.settings | {"reduction": reduction}
+            if reduction == "backend" and "memory" in settings:
+                settings["memory"] += BESIDE
+            _, losses, report = rank_cases.train(
+                replace(asked, settings=settings), range(rank, rank + 1), steps=STEPS
+            )
+            assert report.peak_device_bytes <= report.device_budget_bytes
+            found.setdefault(name, {})[reduction] = {"losses": losses, "report": report.as_dict()}
+            print(name, reduction, *(line for line in str(report).splitlines() if "added" in line))
+            distributed.barrier()  # the others may still read this rank's shards
+    write_own(directory, "reductions", found)
+
+
+def one_ends_beside_sums(_: Path) -> None:
+    """Rank 1 is gone, or stops, before its third step, of which rank 0 waits for the gradients."""
+    with _of_rank() as rank:
+        how = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[os.environ["HOW"]]
+        boosted = boost(EXACT["ample"], reduction="backend", placement_policy="cpu")
+        for step in range(3):
+            if rank == 1 and step == 2:
+                os.kill(os.getpid(), how)
+            boosted.step(_tower_loss(boosted.model, 10 * step + rank, rank))
+
+
+def added_by_nobody(_: Path) -> None:
+    """reduction="backend" of ranks that have no backend, each refused by all of them."""
+    with _of_rank():
+        model = tower()
+        plugin = castor.GeminiPlugin(device="cpu", device_memory=GIB, reduction="backend")
+        optimizer = castor.HybridAdam(model.parameters())
+        print(_refused(partial(castor.Booster(plugin).boost, model, optimizer)))
 
 
 def _with_memory(case: RankCase, *, tight: bool) -> RankCase:

@@ -178,6 +178,7 @@ def test_unknown_argument_is_a_type_error() -> None:
     [
         (names.PlacementPolicy, "placement_policy"),
         (names.Overlap, "overlap"),
+        (names.Reduction, "reduction"),
         (names.StateFormat, "state_format"),
         (names.ScalarType, "scalar_type"),
         (names.LoadedWeights, "loaded_weights"),

@@ -29,6 +29,17 @@ def test_collectives_have_the_bits_of_the_hosts(size: int, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("simgpu")
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_backends_own_sums_are_near(size: int, tmp_path: Path) -> None:
+    succeeded(run(device_link_cases.backend_adds, size, tmp_path))
+
+
+@pytest.mark.usefixtures("simgpu")
+def test_a_sum_that_is_begun_goes_beside_what_is_computed(tmp_path: Path) -> None:
+    succeeded(run(device_link_cases.goes_beside, 2, tmp_path))
+
+
+@pytest.mark.usefixtures("simgpu")
 def test_the_host_does_not_wait(tmp_path: Path) -> None:
     succeeded(run(device_link_cases.host_goes_on, 2, tmp_path))
 

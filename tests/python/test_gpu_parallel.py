@@ -74,6 +74,22 @@ def test_losses_and_weights_have_the_bits_of_the_cpu_device(
             assert report["h2d_bytes"] > sum(weight.nbytes for weight in weights)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("seed", SIMULATED)
+def test_a_backends_sums_of_activations_are_near(
+    seed: str, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Four ranks are two replicas, of which the backend adds the gradients up too."""
+    simulated_gpu.require()
+    monkeypatch.setenv("CASTOR_TEST_DEVICE", seed)
+    succeeded(run(gpu_parallel_cases.reductions, size, tmp_path, timeout=1200))
+    for rank in range(size):
+        found = json.loads((tmp_path / f"reductions{rank}.json").read_text())
+        for name, (ordered, backend) in found.items():
+            near = 2e-2 if "bf16" in name else 1e-5
+            assert backend == pytest.approx(ordered, rel=near), name
+
+
 @pytest.mark.parametrize("name", RINGS)
 def test_rings_compute_attention_otherwise_and_agree(
     name: str, simgpu: str, trained: Callable[..., Result]

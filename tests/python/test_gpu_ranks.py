@@ -6,6 +6,7 @@ On the simulated GPU each rank has one of its own. Where there is a real one, it
 import json
 import os
 import re
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,7 @@ from castor.plugins import machine
 from castor.runtime.spec import ModelSpec
 from gpu_rank_cases import EXACT, ON_FOUR, SOME_CLOSE, SOME_EXACT
 from grids import some
-from rank_processes import run, succeeded
+from rank_processes import finish, run, start, succeeded
 from zoo import tower
 
 pytestmark = pytest.mark.slow
@@ -161,7 +162,7 @@ def test_ranks_have_whole_chunks_on_the_device_where_there_is_room(
             assert report["peak_device_bytes"] <= report["device_budget_bytes"] < 2**20
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_machine_has_host_storage_once(size: int, simgpu: str, tmp_path: Path) -> None:
     """2 + 2 bytes a parameter for all ranks, 10 of states in shards, and a window a rank.
 
@@ -211,6 +212,63 @@ def test_weights_that_outlive_castor_are_each_ranks_own(simgpu: str, tmp_path: P
     del simgpu
     for output in succeeded(run(gpu_rank_cases.outlives, 2, tmp_path)):
         assert output.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_backends_sums_of_gradients_are_near_and_take_less_memory(
+    size: int, simgpu: str, tmp_path: Path
+) -> None:
+    del simgpu
+    outputs = succeeded(run(gpu_rank_cases.reductions, size, tmp_path, timeout=900))
+    for rank, output in enumerate(outputs):
+        found = json.loads((tmp_path / f"reductions{rank}.json").read_text())
+        assert found.keys() == gpu_rank_cases.REDUCED.keys()
+        for name, by in found.items():
+            ordered, backend = by["ordered"], by["backend"]
+            near = 1e-5 if name.startswith("fp32") else 2e-2
+            assert backend["losses"] == pytest.approx(ordered["losses"], rel=near), name
+            of_order, of_backend = ordered["report"], backend["report"]
+            assert (of_order["reduction"], of_order["device_link"]) == ("ordered", "")
+            assert (of_backend["reduction"], of_backend["device_link"]) == ("backend", "simnccl")
+            assert of_backend["host_bytes"] < of_order["host_bytes"], name
+            sent, sent_in_order = of_backend["rank_sent_bytes"], of_order["rank_sent_bytes"]
+            if of_backend["resident_chunks"]:  # of these, means and weights go to all GPUs
+                assert sent >= sent_in_order, name
+            elif of_backend["zero_stage"] == 3:  # weights that others read are counted too
+                assert sent == pytest.approx(sent_in_order, rel=0.1), name
+            else:
+                assert sent == sent_in_order, name
+            assert of_backend["zero_stage"] == of_order["zero_stage"]
+        said = [line for line in output.splitlines() if "added by simnccl" in line]
+        assert len(said) == len(found)
+
+
+@pytest.mark.parametrize("where", ["the CPU device", "the host's link"])
+def test_a_backends_sums_need_a_backend(
+    where: str, on: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on(CPU if where == "the CPU device" else SIMULATED[0])
+    monkeypatch.setenv("CASTOR_DEVICE_LINK", "host")
+    reason = "device is the CPU" if where == "the CPU device" else "send through host memory"
+    for output in succeeded(run(gpu_rank_cases.added_by_nobody, 2, tmp_path)):
+        assert output.startswith("UsageError: reduction='backend' has the backend between the")
+        assert reason in output
+
+
+@pytest.mark.parametrize(("how", "said"), [("killed", "has ended"), ("stopped", "is stopped")])
+def test_a_rank_that_is_lost_beside_a_backends_sums_is_named(
+    how: str, said: str, simgpu: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    del simgpu
+    monkeypatch.setenv("HOW", how)
+    ranks = start(gpu_rank_cases.one_ends_beside_sums, 2, tmp_path)
+    try:
+        assert ranks[0].wait(60) != 0
+    finally:
+        if not ranks[1].over():
+            os.kill(ranks[1].pid, signal.SIGKILL)
+        outcomes = finish(ranks)
+    assert re.search(rf"rank 1 \(process \d+\) {said}", outcomes[0].errors), outcomes[0].errors
 
 
 def test_bytes_sent_are_counted(simgpu: str, trained: Any) -> None:

@@ -130,7 +130,8 @@ def test_bytes_sent_are_counted(trained: Any) -> None:
         sent = report["rank_sent_bytes"] / rank_cases.STEPS
         assert (report["rank"], report["ranks"]) == (0, size)
         assert sent * size / (size - 1) == pytest.approx(gradients, rel=0.05)
-        assert report["rank_seconds"] > 0
+        assert report["rank_seconds"] > report["rank_exposed_seconds"] > 0
+        assert 0 < report["rank_exposed_share"] < 1
 
 
 def test_micro_batches_under_no_sync_cost_one_exchange(trained: Any) -> None:

@@ -53,6 +53,7 @@ RUN = [
     (["--set", "placement_policy=gpu"], "placement_policy is 'gpu'; choose one of"),
     (["--set", "trace_file=none.json"], "trace_file: there is no file none.json"),
     (["--set", "tp_size=2"], "tp_size=2 is not supported yet: use HybridParallelPlugin"),
+    (["--set", "reduction=fast"], "reduction is 'fast'; choose one of 'ordered', 'backend'"),
     (["--set", "zero_stage=4"], "zero_stage is 4; choose one of 'auto', 1, 2, 3"),
     # what contradicts
     (["--set", "max_norm=1.0"], "leave max_norm out"),

@@ -12,6 +12,7 @@ from typing import Literal
 PlacementPolicy = Literal["auto", "cpu", "cuda", "static"]
 Precision = Literal["fp32", "bf16", "fp16"]
 ScalarType = Literal["float32", "bfloat16", "float16"]
+Reduction = Literal["ordered", "backend"]
 Overlap = Literal["none", "forward", "backward"]
 NonFinite = Literal["skip", "raise", "ignore"]
 StateFormat = Literal["fp32", "split", "split_bf16", "split_int8"]

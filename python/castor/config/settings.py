@@ -16,6 +16,7 @@ from castor.config.names import (
     Overlap,
     PlacementPolicy,
     Precision,
+    Reduction,
     StateFormat,
     TileLogits,
     UpdateFraction,
@@ -206,6 +207,13 @@ class ChunkSettings(StepSettings, LossScalerConfig):
     cache of experts takes the device memory that is left. A pass that needs more than half of a
     layer's experts takes the layer, as training does. Same bits. True raises where the model has no
     such layer; "auto" does so for one process and the policies "auto" and "cpu"."""
+    reduction: Reduction = "ordered"
+    """Addition of what several ranks on GPUs give. "ordered": in rank order, in fp32 and rounded
+    once, with the bits of ranks on the CPU device. "backend": by the process group's backend
+    (NCCL's all-reduce and reduce-scatter), in its order and rounding. That takes less memory, and
+    losses differ by rounding. It is for gradients of data-parallel ranks, and for activations of
+    tensor and sequence parallelism. Each rank needs a GPU of its own; ranks on the CPU device are
+    refused. One process alone adds nothing."""
     max_prefetch: Annotated[int, at_least(0)] = 1
     """Number of chunks that may be fetched ahead of their use."""
     warmup_non_model_data_ratio: Annotated[Fraction, _check_room_for_chunks] = 0.8

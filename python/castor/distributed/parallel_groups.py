@@ -11,8 +11,14 @@ from typing import Any
 import torch
 from torch import distributed
 
+from castor.config.names import Reduction
 from castor.distributed.model_parallel_group import ModelParallelGroup
-from castor.runtime.device_groups import DeviceBackend, DeviceLink
+from castor.runtime.device_groups import (
+    BackendSums,
+    DeviceBackend,
+    DeviceLink,
+    check_backend_sums,
+)
 from castor.runtime.parallel_dims import Dimension, ParallelDims
 from castor.runtime.process_groups import own_group, own_groups
 from castor.runtime.rank_group import DataParallelGroup, RankGroup
@@ -46,6 +52,8 @@ class ParallelGroups:
     """All ranks, for checkpoints; None: each has the full model, and `dp` are all ranks."""
     device_backend: DeviceBackend | None = None
     """Backend that sends memory of devices; None: it goes through the host."""
+    sums: BackendSums | None = None
+    """Collectives of `dp` by the backend; None: castor adds gradients in rank order."""
     communicator_bytes: int = 0
     """Device memory that the backend's communicators take."""
 
@@ -78,7 +86,9 @@ class ParallelGroups:
             everyone=RankGroup.of_all_ranks() if dims.layer_shards * dims.pp > 1 else None,
         )
 
-    def connect_devices(self, device: torch.device) -> ParallelGroups:
+    def connect_devices(
+        self, device: torch.device, reduction: Reduction = "ordered"
+    ) -> ParallelGroups:
         """Lets the ranks of one model send tensors from device to device.
 
         Collective: every rank calls it. Without a backend for the devices (DeviceBackend.find)
@@ -86,23 +96,34 @@ class ParallelGroups:
 
         Args:
             device: Device of this rank.
+            reduction: Who adds up what ranks give: castor in rank order, or the backend.
 
         Returns:
             These groups, with the backend and the device memory that its communicators take.
+
+        Raises:
+            UsageError: There is no backend that could add up; every rank raises it.
         """
         named: dict[Dimension, ModelParallelGroup | None]
         named = {"layers": self.layers, "cp": self.cp, "pp": self.pp}
         connected = {name: ranks for name, ranks in named.items() if ranks}
-        backend = DeviceBackend.find(device, self.gather) if connected else None
+        summing = reduction == "backend" and bool(self.groups)
+        backend = DeviceBackend.find(device, self.gather) if connected or summing else None
+        if summing:
+            check_backend_sums(backend, device)
         if backend is None:
             return self
         free = backend.free_bytes()
         for name, ranks in connected.items():
             ranks.use_device_link(
-                DeviceLink(ranks.links, backend.group(self.dims.groups(name)), device)
+                DeviceLink(ranks.links, backend.group(self.dims.groups(name)), device, reduction)
             )
+        sums = None
+        if summing and self.dp:
+            of_dp = self.dims.groups("dp")
+            sums = BackendSums(backend.group(of_dp), backend.group(of_dp), device)
         taken = max(self.gather(max(0, free - backend.free_bytes())))
-        return replace(self, device_backend=backend, communicator_bytes=taken)
+        return replace(self, device_backend=backend, sums=sums, communicator_bytes=taken)
 
     def subset_of_pp(self, numbers: Sequence[int]) -> ModelParallelGroup | None:
         """Makes a group of some ranks of this rank's pipeline-parallel group.

@@ -130,6 +130,8 @@ def engine_settings(
         reads=reads,
         zero_stage=0 if config.zero_stage == "auto" else config.zero_stage,
         extra_dp_size=config.extra_dp_size if groups.dp else 1,
+        reduction=config.reduction if groups.groups else "",
+        sums=groups.sums,
         device_link=groups.device_backend.name if groups.device_backend else "",
         communicator_bytes=groups.communicator_bytes,
         communicators=communicators,

@@ -161,7 +161,7 @@ class GeminiPlugin:
             *(groups, model, optimizers, config),
             state_format=choice.state_format, seed=choice.seed, held=held,
         )  # fmt: skip
-        groups = groups.connect_devices(torch.device(config.device))
+        groups = groups.connect_devices(torch.device(config.device), config.reduction)
         # Before the model is divided; throws where the device has no room for communicators.
         budgets_of(self, self.config).take_communicators(groups.communicator_bytes)
         reads = group_of_reads(config, rules, groups)

@@ -13,6 +13,7 @@ from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from castor import _C
+from castor.config.names import Reduction
 from castor.errors import Error, UsageError
 from castor.runtime.process_groups import own_group
 from castor.runtime.rank_group import check_equal
@@ -102,7 +103,11 @@ class DeviceLink:
     """
 
     def __init__(
-        self, tensors: _C.RankTensors, group: distributed.ProcessGroup, device: torch.device
+        self,
+        tensors: _C.RankTensors,
+        group: distributed.ProcessGroup,
+        device: torch.device,
+        reduction: Reduction = "ordered",
     ) -> None:
         """Has the ranks send tensors of their devices over the group.
 
@@ -110,8 +115,9 @@ class DeviceLink:
             tensors: Collectives of the ranks.
             group: Process group of the same ranks in the same order, for memory of devices.
             device: Device of this rank.
+            reduction: Who adds up, castor or the backend.
         """
-        tensors.use_device_group(group.group_name, str(device))
+        tensors.use_device_group(group.group_name, str(device), reduction=reduction)
         self.group = group
         self.device = device
         self._tensors = tensors
@@ -157,3 +163,51 @@ class DeviceLink:
         with suppress(RuntimeError):  # the rank that keeps the store has ended, which is noticed
             if self._store.check(["failed"]):
                 self._tensors.abort_device("another rank could not go on")
+
+
+class BackendSums:
+    """Collectives of data-parallel ranks by the backend of their devices.
+
+    Gradients and weights have a process group each, since two threads of a rank use them. A rank
+    that is lost is noticed as by DeviceLink.
+    """
+
+    def __init__(
+        self,
+        gradients: distributed.ProcessGroup,
+        weights: distributed.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """Takes groups of data-parallel ranks, which nothing else uses.
+
+        Args:
+            gradients: Group that adds up gradients.
+            weights: Group that gathers weights.
+            device: Device of this rank.
+        """
+        self.groups = gradients, weights
+        self.sums = (
+            _C.DeviceSums(gradients.group_name, str(device)),
+            _C.DeviceSums(weights.group_name, str(device)),
+        )
+        watch_link(self)
+
+    def look(self) -> None:
+        """Ends a collective that waits for a rank which is lost. Called once a second."""
+        for one in self.sums:
+            one.look()
+
+
+def check_backend_sums(backend: DeviceBackend | None, device: torch.device) -> None:
+    """Raises UsageError if no backend between these ranks' devices could add up."""
+    if backend is None:
+        reason = (
+            "this model's device is the CPU"
+            if device.type == "cpu"
+            else "these ranks send through host memory (ranks that share a GPU, a torch without a "
+            "backend for the device, or CASTOR_DEVICE_LINK=host)"
+        )
+        raise UsageError(
+            "reduction='backend' has the backend between the ranks' GPUs add up, NCCL, and "
+            f"{reason}: leave it out; castor then adds in rank order"
+        )

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from castor import _C
-from castor.config.names import SCALAR_TYPES, GatherExperts, Precision
+from castor.config.names import SCALAR_TYPES, GatherExperts, Precision, Reduction
 from castor.errors import IoError, UsageError
 from castor.lazy import Materialisation, check_inactive, in_own_pages
 from castor.runtime.block_policy import BlockPolicy
@@ -29,6 +29,7 @@ from castor.runtime.boosted_model import (
 )
 from castor.runtime.collective_calls import CollectiveCalls
 from castor.runtime.device import make_backend
+from castor.runtime.device_groups import BackendSums
 from castor.runtime.experts import Experts, choose_experts
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
@@ -82,6 +83,11 @@ class EngineSettings:
     where they share no memory; "": nothing is read so."""
     zero_stage: int = 0
     """ZeRO stage that ranks run at least (Rajbhandari et al. 2020, section 5); 0: any."""
+    reduction: Reduction | Literal[""] = ""
+    """Addition of what several ranks give; "": this process is alone."""
+    sums: BackendSums | None = None
+    """Collectives of `ranks` by a backend; None: castor adds gradients in rank order, or this
+    process is alone."""
     device_link: str = ""
     """Backend that sends tensors from device to device; "": they go through the host."""
     communicator_bytes: int = 0
@@ -238,6 +244,7 @@ class Engine(CollectiveCalls):
             groups=self.ranks.names if self.ranks else None,
             memory_mark=memory_mark() if self.ranks else None,
             reads=settings.reads,
+            sums=settings.sums.sums if settings.sums else None,
             zero_stage=settings.zero_stage,
             extra_dp_size=settings.extra_dp_size,
             valueless=[self.index_of[param] for param in lazy.params],
@@ -361,8 +368,11 @@ class Engine(CollectiveCalls):
         if own := self.ep_group:
             rank, ranks = figures["rank"] * own.size + own.rank, figures["ranks"] * own.size
             figures |= {"rank": rank, "ranks": ranks}
+        seconds = self.history.totals.seconds
         return MemoryReport(
             **figures,
+            rank_exposed_share=figures["rank_exposed_seconds"] / seconds if seconds else 0.0,
+            reduction=self.settings.reduction,
             device_link=self.settings.device_link,
             communicator_bytes=self.settings.communicator_bytes,
             locked_limit_bytes=self.settings.locked_limit_bytes,

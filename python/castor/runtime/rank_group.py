@@ -110,7 +110,10 @@ class RankGroup:
             self.broadcast(tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over the ranks, in rank order: the same bits on all. A new tensor."""
+        """Returns the sum over the ranks, a new tensor with the same bits on all.
+
+        It is in rank order, unless the backend adds (reduction="backend").
+        """
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.links.all_reduce(total)
         return total
@@ -131,9 +134,13 @@ class RankGroup:
     def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns this rank's slice of the ranks' sum along a dimension.
 
-        The sum is in rank order, in fp32 and rounded once.
+        The sum is in rank order, in fp32 and rounded once, or the backend's (reduction="backend").
         """
         slices = torch.stack(tensor.detach().chunk(self.size, dim))
+        if self.links.backend_sums(slices):
+            own = torch.empty_like(slices[0])
+            self.links.reduce_scatter(slices, own)
+            return own
         return sum_in_rank_order(self.all_to_all(slices))
 
     @property

@@ -158,9 +158,13 @@ class MemoryReport:
     rank_link: str
     """Link between ranks: shared memory, gloo between machines and memory within each, or gloo and
     why. Empty if this process is alone."""
+    reduction: str
+    """Addition of what ranks give: "ordered", by castor in rank order, or "backend", by that of the
+    process group. Empty: this process is alone."""
     device_link: str
     """Backend through which tensor-, context-, expert- and pipeline-parallel ranks send tensors
-    from device to device: "nccl". Empty: through host memory, or there are no such ranks."""
+    from device to device: "nccl". With reduction="backend" data-parallel ranks have it add up their
+    gradients. Empty: through host memory, or there are no such ranks."""
     communicator_bytes: int
     """Device bytes that the communicators of device_link take of the budget."""
     rank_shared_bytes: int
@@ -189,6 +193,12 @@ class MemoryReport:
     memory. Where they do not, all bytes go over the process group."""
     rank_seconds: float
     """Seconds spent on exchanging gradients and weights, waiting for other ranks included."""
+    rank_exposed_seconds: float
+    """Share of rank_seconds in which the thread that computes waited: at the end of backward
+    passes, and before steps, for gradients that were not reduced beside them, and slower ranks."""
+    rank_exposed_share: float
+    """Share of the steps' time that these seconds took; 0 before the first step. Steps are timed
+    from the forward of the boosted model on."""
     device_update_fraction: float
     """Share of the updates of chunks on the host that the GPU runs (device_update_fraction);
     "auto": the share of the next update."""
@@ -360,7 +370,10 @@ def _summary(report: MemoryReport) -> list[tuple[str, str]]:
             (
                 "rank",
                 f"{report.rank} of {report.ranks}, ZeRO stage {report.zero_stage}, over "
-                f"{report.rank_link}; {report.rank_seconds:,.2f} s for what ranks exchange",
+                f"{report.rank_link}; {report.rank_seconds:,.2f} s for what ranks exchange, "
+                f"{1e3 * report.rank_exposed_seconds / max(1, report.steps):,.1f} ms a step "
+                f"({report.rank_exposed_share:.1%}) of it waited for"
+                + (f", added by {report.device_link}" if report.reduction == "backend" else ""),
             )
         )
     return found

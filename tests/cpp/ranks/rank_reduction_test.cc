@@ -126,9 +126,10 @@ TEST(RankReductionOnNodesTest, ARankThatEndsIsMissedByAll) {
     Payload gradients(host, kBytes, "");
     ThreadExecutor executor(1);
     RankFigures figures;
-    RankReduction reduction(*ranks, made.storage.get(), executor,
-                            memory->allocate(RankReduction::window_bytes(kBytes, kRanks, 2), ""),
-                            figures);
+    RankReduction reduction(
+        *ranks, made.storage.get(), executor,
+        memory->allocate(RankReduction::window_bytes(kBytes, kRanks, 2, Reduction::kOrdered), ""),
+        figures);
     reduction.reduce(gradients, ScalarType::kFloat32);
     all_have.arrive_and_wait();
     if (group.rank() == 3) {

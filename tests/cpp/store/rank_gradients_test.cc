@@ -101,13 +101,13 @@ struct Rank {
       : store(SmallModel::row(kChunks, kNumel).layout(kChunk, nullptr, kRanks), options),
         gradients(store),
         meeting(passes, store.layout),
-        reduction(options.ranks->gradients, meeting, store.layout,
+        reduction(options.ranks->gradients, options.ranks->sums, meeting, store.layout,
                   {.gradients = gradients,
                    .storage = store.shared ? store.shared->gradients().storage.get() : nullptr,
                    .gradient_shards = store.gradient_shards.get(),
                    .shards = store.shards,
                    .staging = {}},
-                  store.executor, *store.host) {}
+                  store.executor, *store.host, *store.device_tier) {}
 
   /// Leaves the host this many bytes.
   [[nodiscard]] Reservation fill_host(std::size_t free) const {
