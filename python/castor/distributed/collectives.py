@@ -32,9 +32,102 @@ def copy_to_layer(x: torch.Tensor, ranks: ModelParallelGroup) -> torch.Tensor:
         return x if parts.entered is None else parts.entered
     known = ranks.entered.output_for(x)
     if known is None:
-        known = _collective(x, lambda x: x.view_as(x), ranks.all_reduce_entered)
+        gradient = EnteredGradient(ranks)
+        known = cast("torch.Tensor", cast("Any", _Enter).apply(x, gradient))
+        known._castor_gradient = gradient  # type: ignore[attr-defined]
         ranks.entered.remember(x, known)
+    EnteredGradient.of(known).users += 1
     return known
+
+
+class EnteredGradient:
+    """The gradient of the common input of layers, which their ranks sum.
+
+    Layers that run linear_of_entered add their gradients up here. The last of them begins the
+    all-reduce, and computes its weight's gradient beside it. Everything else that takes the input
+    gives its gradient to autograd, and the sum of all is reduced when autograd comes to the input.
+    """
+
+    def __init__(self, ranks: ModelParallelGroup) -> None:
+        """Takes the ranks that sum the gradient."""
+        self._ranks = ranks
+        self.users = 0
+        """Number of calls that the input was given to."""
+        self.linear = 0
+        """Number of these that are linear layers, which add up here."""
+        self._came = 0
+        self._total: torch.Tensor | None = None
+        self._work: Any = None
+
+    @staticmethod
+    def of(entered: torch.Tensor) -> EnteredGradient:
+        """Returns the gradient of a tensor that copy_to_layer has returned."""
+        gradient: EnteredGradient = entered._castor_gradient  # type: ignore[attr-defined]
+        return gradient
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether all that takes the input are linear layers, which add up here."""
+        return self.linear == self.users
+
+    def add(self, grad: torch.Tensor) -> None:
+        """Adds the gradient of a linear layer, a new tensor, in the order of autograd."""
+        self._came += 1
+        self._total = grad if self._total is None else self._total.add_(grad)
+        if self._came == self.linear:
+            self._work = self._ranks.links.begin_all_reduce(self._total)
+
+    def reduced(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the sum over the ranks.
+
+        Args:
+            grad: Sum of the gradients that autograd was given; None: there is none.
+        """
+        self._ranks.entered.forget()  # that of a block that is recomputed here
+        total, work = self._total, self._work
+        self._came, self._total, self._work = 0, None, None
+        if work is not None:
+            work.wait()
+        elif total is not None:  # backward did not come to all of the layers
+            total = self._ranks.all_reduce(total)
+        if grad is None:
+            return total
+        others = self._ranks.all_reduce(grad)
+        return others if total is None else total + others
+
+
+def linear_of_entered(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ranks: ModelParallelGroup
+) -> torch.Tensor | None:
+    """Returns a linear layer's output, with its input's gradient summed beside its weight's.
+
+    The bits are those of torch.nn.functional.linear.
+
+    Args:
+        x: Input that copy_to_layer has returned.
+        weight: Weight of shape (outputs, inputs).
+        bias: Bias; None: there is none.
+        ranks: Ranks that have the other rows of the weight.
+
+    Returns:
+        The output. None where nothing would go beside: tensors go through the host, the weight is
+        frozen, backward computes gradients of weights later than those of inputs (ZBV), or code is
+        being compiled.
+    """
+    if (
+        not (weight.requires_grad and torch.is_grad_enabled() and x.requires_grad)
+        or not ranks.entered.sums_beside
+        or not ranks.links.sends_from_device(x)
+        or x.dtype != weight.dtype
+        or x.dim() < 2
+        or torch.is_autocast_enabled(x.device.type)
+        or torch.compiler.is_compiling()
+        or GatheredInput.of(x)
+    ):
+        return None
+    gradient = EnteredGradient.of(x)
+    gradient.linear += 1
+    return cast("torch.Tensor", cast("Any", _LinearOfEntered).apply(x, weight, bias, gradient))
 
 
 def all_reduce(x: torch.Tensor, ranks: ModelParallelGroup) -> torch.Tensor:
@@ -244,6 +337,48 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.back(grad), None, None
+
+
+class _Enter(torch.autograd.Function):
+    """Returns a layer's input, whose gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gradient: EnteredGradient) -> torch.Tensor:
+        ctx.gradient = gradient
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return ctx.gradient.reduced(grad), None
+
+
+class _LinearOfEntered(torch.autograd.Function):
+    """A linear layer whose input's gradient goes to EnteredGradient before its weight's is made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gradient: EnteredGradient,
+    ) -> torch.Tensor:
+        ctx.gradient = gradient
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_x: torch.Tensor | None = rows.mm(weight).view(x.shape)
+        if ctx.gradient.adds_up:
+            ctx.gradient.add(of_x)
+            of_x = None
+        of_weight = rows.t().mm(x.reshape(-1, x.shape[-1]))
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return of_x, of_weight, of_bias, None
 
 
 class _GatherLayerInput(torch.autograd.Function):

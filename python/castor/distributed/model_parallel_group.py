@@ -101,11 +101,6 @@ class ModelParallelGroup(RankGroup):
         self.links.all_reduce(total)
         return total
 
-    def all_reduce_entered(self, grad: torch.Tensor) -> torch.Tensor:
-        """Sums the gradients of a layer's common input, and forgets the input."""
-        self.entered.forget()  # that of a block that is recomputed here
-        return self.all_reduce(grad)
-
     def shard_range(self, length: int, rank: int | None = None) -> range:
         """Returns the indices of a rank's shard of `length` elements, as tensor_split divides them.
 
@@ -161,6 +156,8 @@ class EnteredTensor:
 
     def __init__(self) -> None:
         """Remembers nothing yet."""
+        self.sums_beside = True
+        """Whether its gradient may be summed beside the computing of weights' gradients."""
         self._input: weakref.ref[torch.Tensor] | None = None
         self._output: torch.Tensor | None = None
         self._version = 0

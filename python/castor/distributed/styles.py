@@ -14,6 +14,7 @@ from castor.distributed.collectives import (
     copy_to_layer,
     gather_columns,
     keeping,
+    linear_of_entered,
     scatter_columns,
 )
 from castor.distributed.expert_exchange import ExpertExchange
@@ -73,10 +74,14 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def columns(m: nn.Module, ranks: ModelParallelGroup, _: int, x: torch.Tensor) -> torch.Tensor:
     """Runs a column-parallel linear layer; returns this rank's outputs."""
-    return _of_entered(m, copy_to_layer(x, ranks))
+    return _of_entered(m, copy_to_layer(x, ranks), ranks)
 
 
-def _of_entered(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _of_entered(m: nn.Module, x: torch.Tensor, ranks: ModelParallelGroup) -> torch.Tensor:
+    if type(m) is nn.Linear:
+        beside = linear_of_entered(x, m.weight, m.bias, ranks)
+        if beside is not None:
+            return beside
     with keeping(x):
         result: torch.Tensor = _whole(m)(x)
     return result
@@ -98,7 +103,7 @@ def head(
         return gathered_columns(m, ranks, width, x)
     x = copy_to_layer(x, ranks)
     logits = loss.deferred(x) if loss.deferred else None
-    return _of_entered(m, x) if logits is None else logits
+    return _of_entered(m, x, ranks) if logits is None else logits
 
 
 def rows(m: Any, _: ModelParallelGroup, reduce: Reduce, x: torch.Tensor) -> torch.Tensor:

@@ -184,6 +184,9 @@ class ParallelConfig:
             )
             stages.tensor, stages.sequences = layers, sequences
             stages.apply(optimizers, called)
+            if groups.layers and self.stages.style == "zbv":
+                # A Python function would compute weights' gradients in the first half of backward.
+                groups.layers.entered.sums_beside = False
             # Imported only here: torch's pipelining takes as long to import as all of castor.
             from castor.distributed.pipeline_schedule import PipelineSchedule
 
