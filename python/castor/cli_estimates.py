@@ -124,6 +124,10 @@ def estimate(
     network: Annotated[
         str | None, typer.Option(help="Of a rank to other machines: 400Gb/s.")
     ] = None,
+    reduction: Annotated[
+        str | None,
+        typer.Option(help="As in GeminiPlugin: ordered, or backend with --transport nccl."),
+    ] = None,
     lora: Annotated[
         int | None,
         typer.Option(help="Rank of LoRA adapters on all linear layers; the rest is frozen.", min=1),
@@ -211,6 +215,7 @@ def _estimate(
     transport: str | None,
     link: str | None,
     network: str | None,
+    reduction: str | None,
     lora: int | None,
     qlora: bool,
     as_json: bool,
@@ -254,7 +259,8 @@ def _estimate(
         from castor.planner.cluster import Cluster
 
         between = {
-            "device": preset, "transport": transport, "link": link, "network": network, **figures
+            "device": preset, "transport": transport, "link": link, "network": network,
+            "reduction": reduction, **figures,
         }  # fmt: skip
         given = {name: value for name, value in between.items() if value is not None}
         if nvme is not None:
@@ -266,7 +272,7 @@ def _estimate(
         else:
             data_parallel.render(of_ranks, workload, cluster, console)
         return of_ranks.fits
-    ways = {"transport": transport, "link": link, "network": network}
+    ways = {"transport": transport, "link": link, "network": network, "reduction": reduction}
     for name, value in ways.items():
         if value is not None:
             raise UsageError(f"--{name} is between ranks: give --nproc or --nodes as well")
@@ -299,7 +305,7 @@ _FIXED_IN_A_TABLE = {
     **dict.fromkeys(("preset", "device_memory", "host_memory", "h2d", "d2h", "dram", "flops")),
     **dict.fromkeys(("updates", "device_bandwidth", "operator_us", "activations")),
     "device_update_fraction": "0",
-    **dict.fromkeys(("transport", "link", "network")),
+    **dict.fromkeys(("transport", "link", "network", "reduction")),
     "nproc": 1, "nodes": 1, "qlora": False,
 }  # fmt: skip
 """Options that a table has values of its own for, and their defaults."""

@@ -611,6 +611,10 @@ def test_copies_on_ranks_exchange_gradients_and_weights(tmp_path: Path, small: E
     # Through memory of the host: a rank's half of it, written and read.
     assert two["busy_s"]["reduce"] == pytest.approx(two["node_bytes"] / 20e9)
     assert two["tokens_per_s"] == pytest.approx(2 * 2 * 64 / two["step_time_s"])
+    assert two["exposed_s"] == two["busy_s"]["reduce"]
+    assert two["exposed_share"] == two["exposed_s"] / two["step_time_s"]
+    summed = of_ranks(tmp_path, *ranks, "--batch", "2", "--reduction", "backend")
+    assert summed["exposed_share"] < two["exposed_share"]
     eight = ("--nproc", "4", "--nodes", "2", *NCCL, "--link", "20GB/s", "--network")
     bits, slow = (of_ranks(tmp_path, *eight, speed) for speed in ("80Gb/s", "1GB/s"))
     assert bits["network_bytes"] == pytest.approx(3 * 7 / 8 * parameters, abs=1)

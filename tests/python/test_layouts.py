@@ -26,8 +26,10 @@ from castor.estimate.workload import Workload
 from castor.planner.cluster import Cluster, Link
 from castor.planner.layout_bounds import least_lacking
 from castor.planner.layout_cost import LayoutCost
+from castor.planner.layout_report import arguments_of
 from castor.planner.layout_search import LayoutSearch
 from castor.planner.layouts import Layout, layouts
+from castor.planner.replicas import ReplicaSeconds
 from castor.planner.simulated_rank import SimulatedModel, StagePass
 from castor.runtime.parallel_dims import ParallelDims
 from rank_processes import run_python
@@ -460,6 +462,8 @@ def test_gpus_exchange_through_host_memory_unless_asked_otherwise(config: Path) 
         ({"transport": None}, "leave it out, or give transport: nccl"),
         ({"transport": "host"}, "link has no use with transport: host"),
         ({"transport": "pigeon"}, "transport is 'pigeon'; give one of host, nccl"),
+        ({"reduction": "fast"}, "reduction is 'fast'; give one of ordered, backend"),
+        ({"reduction": "backend", "device": "cpu"}, "between GPUs: give transport: nccl as well"),
     ],
 )
 def test_a_cluster_that_makes_no_sense_is_named(changes: dict[str, Any], says: str) -> None:
@@ -564,6 +568,44 @@ def test_what_is_passed_on_in_a_ring_travels_while_ranks_compute(config: Path) -
     on_host = exchange(link="1000GB/s", device="cpu")
     assert hidden < on_host / 100
     assert slow > 1000 * on_host
+
+
+@pytest.mark.parametrize(
+    ("gradients", "weights", "forward", "exposed"),
+    [
+        (4.0, 0.0, 4.0, 1.0),  # the last of four chunks
+        (8.0, 0.0, 4.0, 2.0),  # as quick as backward, for the last chunk
+        (12.0, 0.0, 4.0, 6.0),  # they are reduced one after the other, from the first on
+        (0.0, 4.0, 4.0, 1.0),  # the first chunk is waited for
+        (0.0, 8.0, 4.0, 5.0),  # each is, and the last one's modules run then
+        (0.0, 4.0, 0.0, 4.0),  # before the forward
+        (0.0, 0.0, 4.0, 0.0),
+    ],
+)
+def test_what_computing_does_not_hide_of_exchanges_is_exposed(
+    gradients: float, weights: float, forward: float, exposed: float
+) -> None:
+    seconds = ReplicaSeconds(gradients=gradients, weights=weights)
+    found = seconds.exposed(backward=8.0, forward=forward, chunks=4)
+    assert found == pytest.approx(exposed)
+
+
+def test_a_backends_sums_of_replicas_are_hidden_and_planned(config: Path) -> None:
+    found = search(config)
+    layout = Layout(dims=ParallelDims(dp=4), rows=2)
+    ordered, backend = (
+        found.cost(layout, cluster(dram="16GB/s", reduction=of)) for of in ("ordered", "backend")
+    )
+    assert 0 < backend.exposed < ordered.exposed / 2
+    assert backend.seconds < ordered.seconds
+    assert backend.exposed_share == backend.exposed / backend.seconds
+    assert ordered.exposed == ordered.busy["exchange"] + ordered.busy["reduce"]
+    assert arguments_of(backend, cluster(reduction="backend"))["reduction"] == "backend"
+    assert "reduction" not in arguments_of(ordered, cluster())
+    nodes = {"nodes": 2, "ranks_per_node": 2, "network": "1GB/s"}  # through the hosts either way
+    apart, same = (found.cost(layout, cluster(**nodes, reduction=of)).exposed
+                   for of in ("ordered", "backend"))  # fmt: skip
+    assert apart == same
 
 
 def test_who_waits_leaves_processors_to_others(config: Path) -> None:

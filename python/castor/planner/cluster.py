@@ -7,15 +7,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from castor.config import Precision, parse_bandwidth, parse_paths
+from castor.config.names import Reduction
 from castor.config.settings_file import read_settings_file
 from castor.errors import UsageError
 from castor.estimate.machine import CPU_DEVICE, Machine, machine
 
 _COUNTS = ("nodes", "ranks_per_node")
-_BETWEEN = ("link", "link_latency_us", "network", "network_latency_us", "transport")
+_BETWEEN = ("link", "link_latency_us", "network", "network_latency_us", "transport", "reduction")
 _OF_A_NODE = (
     *("device_memory", "host_memory", "h2d", "d2h", "dram", "updates", "flops"),
     *("device_bandwidth", "operator_us", "nvme", "nvme_memory"),
@@ -32,6 +33,11 @@ TRANSPORTS: dict[Transport, str] = {
     "replicas exchange gradients and weights through host memory.",
 }
 """Remark on predictions for each transport."""
+BACKEND_SUMS = (
+    "Activations, and what replicas of one node exchange, go from GPU to GPU by NCCL, which has "
+    "not run on several GPUs yet; between nodes replicas exchange through host memory."
+)
+"""Remark on predictions with reduction="backend"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +119,8 @@ class Cluster:
     """Directories on each node's NVMe; empty: a node has no NVMe."""
     transport: Transport = "host"
     """Path of activations."""
+    reduction: Reduction = "ordered"
+    """GeminiPlugin's reduction. With "backend" replicas on one node exchange from GPU to GPU."""
     replica_link: Link | None = None
     """Link of data-parallel replicas on one node; None: `link`."""
 
@@ -123,7 +131,9 @@ class Cluster:
 
     def remark(self) -> str:
         """Returns a remark on predictions; empty for one rank and for ranks on the host."""
-        return "" if self.on_host or self.ranks == 1 else TRANSPORTS[self.transport]
+        if self.on_host or self.ranks == 1:
+            return ""
+        return BACKEND_SUMS if self.reduction == "backend" else TRANSPORTS[self.transport]
 
     @property
     def rings_overlap(self) -> bool:
@@ -167,6 +177,7 @@ class Cluster:
         - at_once: number of a node's ranks that have processors at a time, for device "cpu"
           (default: all).
         - transport: "host" (default) or, for GPUs, "nccl".
+        - reduction: "ordered" (default) or, with transport "nccl", "backend".
         - network: bandwidth of a rank to other nodes, such as "40GB/s".
         - link: bandwidth of a rank to others of its node, for transport "nccl" and device "cpu".
           GPUs that exchange through host memory have the bandwidth of dram.
@@ -194,6 +205,14 @@ class Cluster:
         on_host = device == CPU_DEVICE
         transport = _transport_of(settings, on_host=on_host)
         through_host = transport == "host" and not on_host
+        reduction = settings.get("reduction", "ordered")
+        if reduction not in get_args(Reduction):
+            given = ", ".join(get_args(Reduction))
+            raise UsageError(f"reduction is {reduction!r}; give one of {given}")
+        if reduction == "backend" and transport != "nccl":
+            raise UsageError(
+                "reduction: backend has NCCL add up, between GPUs: give transport: nccl as well"
+            )
         needed = {
             "link": counts["ranks_per_node"] > 1 and not through_host,
             "network": counts["nodes"] > 1,
@@ -239,6 +258,7 @@ class Cluster:
             link=link,
             network=network,
             transport=transport,
+            reduction=cast(Reduction, reduction),
             replica_link=replica_link,
             at_once=min(each, at_once),
             nvme_paths=tuple(map(str, parse_paths(settings.get("nvme_path"), "nvme_path"))),

@@ -42,6 +42,10 @@ class RanksEstimate:
     """Tokens per second of all ranks."""
     busy_s: dict[str, float]
     """Seconds of the step by resource; see LayoutCost.busy."""
+    exposed_s: float
+    """Seconds of communication that no computing hides."""
+    exposed_share: float
+    """Share of the step that they take."""
     node_bytes: int
     """Bytes of gradients and weights that a rank sends to others of its node."""
     network_bytes: int
@@ -91,6 +95,8 @@ def estimate_ranks(config: Path, workload: Workload, cluster: Cluster) -> RanksE
         bound=cost.bound,
         tokens_per_s=cluster.ranks * workload.batch * workload.sequence / cost.seconds,
         busy_s=cost.busy,
+        exposed_s=cost.exposed,
+        exposed_share=cost.exposed_share,
         node_bytes=int(sent.within),
         network_bytes=int(sent.across),
     )
@@ -116,6 +122,8 @@ def render(estimate: RanksEstimate, workload: Workload, on: Cluster, console: Co
     table.add_row("step", f"{estimate.step_time_s:.2f} s")
     table.add_row("bound by", BOUNDS[estimate.bound])
     table.add_row("tokens/s", f"{estimate.tokens_per_s:,.0f} on all")
+    exposed = f"{1e3 * estimate.exposed_s:.3g} ms, {estimate.exposed_share:.1%} of the step"
+    table.add_row("communication", f"{exposed} that no computing hides")
     table.add_row("sent in a step", f"{size(estimate.node_bytes)} a rank within a node, "
                                     f"{size(estimate.network_bytes)} to others")  # fmt: skip
     busy = (f"{name} {seconds:.2f} s" for name, seconds in estimate.busy_s.items() if seconds)

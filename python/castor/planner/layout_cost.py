@@ -19,7 +19,7 @@ from castor.estimate.metatrace import TraceEvent
 from castor.estimate.workload import Overlap
 from castor.planner.cluster import Cluster
 from castor.planner.layouts import Layout
-from castor.planner.replicas import ranks_sharing_host_storage, reduced
+from castor.planner.replicas import ranks_sharing_host_storage, reduced, sent_by_backend
 from castor.planner.simulated_rank import SEQUENCE, SimulatedRank, StagePass
 
 NO_NVME = 2**62
@@ -68,13 +68,23 @@ class LayoutCost(_Needs):
 
     - "compute": operators.
     - "exchange": collectives between tensor-, expert- and context-parallel ranks.
-    - "reduce": gradients and weights, between data-parallel replicas.
+    - "reduce": gradients and weights, between data-parallel replicas, that nothing hides.
     - "copies": chunks that computing waits for.
     - "update": the optimizer.
     - "nvme": NVMe that computing and the optimizer wait for.
     - "bubble": stages that wait for other stages.
     - "processors": processors that other ranks compute on.
     """
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which a rank exchanges and computes nothing."""
+        return self.busy["exchange"] + self.busy["reduce"]
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the step that `exposed` takes."""
+        return self.exposed / self.seconds
 
     @property
     def bound(self) -> str:
@@ -152,8 +162,22 @@ class End(_Needs):
         settled = cluster.between(layout.dims.layer_shards).collective(
             "all_reduce", recorded.settled_bytes, layout.dims.ep_of_dp
         )
-        whole_reduced = reduced(layout, cluster, recorded.param_bytes, recorded.element_bytes)
-        self.reduce = whole_reduced + settled
+        self.reduce = settled + self._exposed_of_replicas(recorded, figures["num_resident"])
+
+    def _exposed_of_replicas(self, recorded: SimulatedRank, num_resident: int) -> float:
+        """Returns the seconds of what replicas exchange that computing does not hide."""
+        layout, cluster = self._layout, self._cluster
+        chunks = max(recorded.simulator.chunks) + 1
+        seconds = sent_by_backend(layout, cluster, recorded.param_bytes, num_resident / chunks)
+        if seconds is None:
+            return reduced(layout, cluster, recorded.param_bytes, recorded.element_bytes)
+        passes = [seconds_of(one, cluster, layout) for one in recorded.passes.values()]
+        beside_forward = self._overlap != "none"
+        return seconds.exposed(
+            backward=self.slowdown * sum(sum(one.backward) + sum(one.of_weights) for one in passes),
+            forward=self.slowdown * sum(sum(one.forward) for one in passes) * beside_forward,
+            chunks=chunks,
+        )
 
     @property
     def least_seconds(self) -> float:

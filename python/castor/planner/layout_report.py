@@ -103,6 +103,8 @@ def plan_of(cost: LayoutCost, cluster: Cluster, workload: Workload) -> dict[str,
 def arguments_of(cost: LayoutCost, cluster: Cluster) -> dict[str, Any]:
     """Returns HybridParallelPlugin's arguments; if NVMe is used, with the memory budgets."""
     found = cost.layout.arguments()
+    if cluster.reduction == "backend" and cluster.ranks > 1:
+        found["reduction"] = "backend"
     if cost.nvme_bytes:
         found |= {
             "host_memory": cluster.machine.host_bytes,
@@ -127,6 +129,8 @@ def as_json(found: Found) -> dict[str, Any]:
             "nvme_weight_bytes": cost.nvme_weight_bytes,
             "busy_s": cost.busy,
             "bound": cost.bound,
+            "exposed_s": cost.exposed,
+            "exposed_share": cost.exposed_share,
         }
 
     return {
@@ -148,6 +152,11 @@ def ranks_of(layout: Layout) -> str:
     sizes |= {"pp": layout.dims.pp, "dp": layout.dims.edp}
     found = [f"{name} {of}" for name, of in sizes.items() if of > 1]
     return ", ".join([*found, *filter(None, [layout.sequence_parallelism])]) or "one"
+
+
+def exposed_of(cost: LayoutCost) -> str:
+    """Describes the communication that no computing hides, such as "12.3 ms, 2.4%"."""
+    return f"{1e3 * cost.exposed:.3g} ms, {cost.exposed_share:.1%}"
 
 
 def schedule_of(layout: Layout) -> str:
@@ -176,7 +185,7 @@ def _render(found: Found, search: LayoutSearch, workload: Workload, console: Con
     on_nvme = [("NVMe", 0)] if machine.nvme else []
     for heading, widest in (
         ("ranks", 12), ("micro-batches", 13), ("blocks", 9), ("device", 0), ("host", 0), *on_nvme,
-        ("step s", 0), ("bound by", 9),
+        ("step s", 0), ("exposed", 0), ("bound by", 9),
     ):  # fmt: skip
         table.add_column(
             heading,
@@ -193,6 +202,7 @@ def _render(found: Found, search: LayoutSearch, workload: Workload, console: Con
             size(cost.host_bytes),
             *([size(cost.nvme_bytes)] if on_nvme else []),
             f"{cost.seconds:.2f}" if fits else "",
+            exposed_of(cost) if fits else "",
             BOUNDS[cost.bound] if fits else "",
         )
     console.print(table)

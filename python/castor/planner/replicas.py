@@ -76,6 +76,68 @@ def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: i
     return sum(link.seconds_on_host(num_bytes) for link, num_bytes in ways if num_bytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSeconds:
+    """Seconds in which a rank exchanges gradients and weights with other replicas in a step."""
+
+    gradients: float
+    """Seconds for gradients, which are reduced beside the last backward."""
+    weights: float
+    """Seconds for weights, which are gathered beside the next forward."""
+
+    def exposed(self, *, backward: float, forward: float, chunks: int) -> float:
+        """Returns the seconds that no computing hides.
+
+        A chunk's gradients are complete when the backward of its modules is over, and are reduced
+        one chunk after the other. The forward of a chunk's modules waits for its weights.
+
+        Args:
+            backward: Seconds of the last backward.
+            forward: Seconds of the next forward; 0: weights are gathered before it.
+            chunks: Number of the rank's chunks, which come evenly.
+        """
+        reduced = begun = 0.0
+        for chunk in range(1, chunks + 1):
+            reduced = max(reduced, backward * chunk / chunks) + self.gradients / chunks
+            begun = max(begun, self.weights * chunk / chunks) + forward / chunks
+        return (reduced - backward) + (begun - forward)
+
+
+def sent_by_backend(
+    layout: Layout, cluster: Cluster, param_bytes: int, resident: float
+) -> ReplicaSeconds | None:
+    """Returns the seconds of exchanges with reduction="backend", on the GPUs of one node.
+
+    Gradients of resident chunks are all-reduced where they are. Of their weights a rank copies its
+    shard to the host, and all shards are gathered on the GPUs. Gradients of streamed chunks go to
+    the GPU and are reduce-scattered there, and the rank's shard goes back; weights need nothing,
+    since ranks share them in host memory (docs/design/0064-sums-by-the-backend.md).
+
+    Args:
+        layout: The layout of the ranks.
+        cluster: The cluster.
+        param_bytes: Bytes of a rank's parameters.
+        resident: Share of the parameters in resident chunks.
+
+    Returns:
+        The seconds. None where sums are ordered, or replicas are on several nodes.
+    """
+    copies = layout.dims.same_shard
+    alone = copies == 1 or _ranks_of_a_node(layout, cluster) != copies
+    if cluster.reduction != "backend" or alone:
+        return None
+    machine, link = cluster.machine, cluster.link
+    on_device, on_host = resident * param_bytes, (1 - resident) * param_bytes
+    to_host = on_device / copies / machine.d2h
+    streamed = on_host / machine.h2d + on_host / copies / machine.d2h
+    return ReplicaSeconds(
+        gradients=link.collective("all_reduce", on_device, copies)
+        + streamed
+        + link.collective("all_to_all", on_host, copies),
+        weights=to_host + link.collective("all_gather", on_device / copies, copies),
+    )
+
+
 def _crossing(means: float, element_bytes: int, nodes: int) -> float:
     """Returns the bytes that the busiest rank sends to other nodes (docs/design/0047-nodes.md).
 

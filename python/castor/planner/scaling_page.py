@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from castor.planner.layout_report import BOUNDS, ranks_of, schedule_of
+from castor.planner.layout_report import BOUNDS, exposed_of, ranks_of, schedule_of
 from castor.planner.scaling import Point, Scaling, first_that_fits
 
 _WIDTH, _HEIGHT = 640, 300
@@ -163,17 +163,18 @@ def _legend() -> str:
 
 
 def _table(points: list[Point], first: Point | None) -> str:
-    heads = ("ranks", "samples", "layout", "micro-batches", "step s", "tokens/s", "of linear",
-             "bound by")  # fmt: skip
+    heads = ("ranks", "samples", "layout", "micro-batches", "step s", "exposed", "tokens/s",
+             "of linear", "bound by")  # fmt: skip
     rows = []
     for point in points:
-        cells = [f"{point.ranks:,}", f"{point.batch:,}", "no layout fits", *[""] * 5]
+        cells = [f"{point.ranks:,}", f"{point.batch:,}", "no layout fits", *[""] * 6]
         if point.cost and first:
             layout = point.cost.layout
             cells[2:] = [
                 ranks_of(layout),
                 schedule_of(layout),
                 f"{point.cost.seconds:.3g}",
+                exposed_of(point.cost),
                 f"{point.tokens_per_second:,.0f}",
                 f"{point.of_linear(first):.0%}",
                 BOUNDS[point.cost.bound],

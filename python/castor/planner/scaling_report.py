@@ -15,7 +15,7 @@ from rich.table import Table
 from castor.checkpoint.files import os_errors, write_file
 from castor.estimate.workload import Workload
 from castor.planner.cluster import Cluster
-from castor.planner.layout_report import BOUNDS, ranks_of, schedule_of
+from castor.planner.layout_report import BOUNDS, exposed_of, ranks_of, schedule_of
 from castor.planner.layout_search import LayoutSearch
 from castor.planner.scaling import Point, Scaling, first_that_fits, scaling
 from castor.planner.scaling_page import scaling_page
@@ -24,6 +24,8 @@ _REMARKS = (
     "Predicted, not measured: each row is the fastest layout that castor plan finds for as many "
     "ranks. A rank has the same share of its node everywhere. Of linear: tokens a second and rank, "
     "beside those on the fewest ranks that have room.",
+    "Exposed is communication that no computing hides, in layers and between replicas: its "
+    "milliseconds, and their share of the step.",
     "Idle stages, and processors that other ranks compute on, are waited for; all else is done.",
 )
 
@@ -95,6 +97,8 @@ def as_json(found: Scaling) -> dict[str, Any]:
             "step_time_s": cost and cost.seconds,
             "layout": cost and asdict(cost.layout),
             "bound": cost and cost.bound,
+            "exposed_s": cost and cost.exposed,
+            "exposed_share": cost and cost.exposed_share,
             "busy_s": cost and cost.busy,
         }
 
@@ -106,7 +110,7 @@ def as_json(found: Scaling) -> dict[str, Any]:
 
 def _table(name: str, points: list[Point]) -> Table:
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=name)
-    for heading in ("ranks", "samples", "step s", "tokens/s", "of linear"):
+    for heading in ("ranks", "samples", "step s", "exposed", "tokens/s", "of linear"):
         table.add_column(heading, justify="right", no_wrap=True)
     for heading in ("layout", "micro-batches", "bound by"):
         table.add_column(heading)
@@ -114,11 +118,12 @@ def _table(name: str, points: list[Point]) -> Table:
     for point in points:
         counts = f"{point.ranks:,}", f"{point.batch:,}"
         if point.cost is None or first is None:
-            table.add_row(*counts, "", "", "", "no layout fits")
+            table.add_row(*counts, "", "", "", "", "no layout fits")
         else:
             table.add_row(
                 *counts,
                 f"{point.cost.seconds:.3g}",
+                exposed_of(point.cost),
                 f"{point.tokens_per_second:,.0f}",
                 f"{point.of_linear(first):.0%}",
                 ranks_of(point.cost.layout),
