@@ -394,24 +394,43 @@ void Runtime::set_spare(SpareMemory* spare) {
 
 bool Runtime::begin_rows(std::span<const ChunkId> chunks) {
   const MutexLock lock(mutex_);
-  if (mode_ != PassMode::kInference || frames_.no_forward()) {
+  if (mode_ != PassMode::kInference || frames_.no_forward() || !may_leave(chunks)) {
     return false;
   }
-  for (const ChunkId chunk : chunks) {
-    if (manager_.placement(chunk) == Placement::kDevice || manager_.pins(chunk) > 0) {
-      return false;
-    }
-  }
-  const CauseScope cause(timeline_, TransferCause::kPlan);
+  std::vector<ChunkId> leaving;
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
-    if (layout_.chunk(chunk).by_row && manager_.residency().in_slot(chunk) &&
-        manager_.pins(chunk) == 0) {
-      manager_.evict(chunk);
-      prefetched_[i] = false;
+    if (layout_.chunk(chunk).by_row && manager_.pins(chunk) == 0) {
+      leaving.push_back(chunk);
     }
   }
+  leave_slots(leaving);
   return true;
+}
+
+bool Runtime::begin_rows_of_step(std::span<const ChunkId> chunks) {
+  const MutexLock lock(mutex_);
+  if (mode_ != PassMode::kTraining || !plan_ || !may_leave(chunks)) {
+    return false;
+  }
+  leave_slots(chunks);
+  return true;
+}
+
+bool Runtime::may_leave(std::span<const ChunkId> chunks) const {
+  return std::ranges::none_of(chunks, [this](ChunkId chunk) CASTOR_REQUIRES(mutex_) {
+    return manager_.placement(chunk) == Placement::kDevice || manager_.pins(chunk) > 0;
+  });
+}
+
+void Runtime::leave_slots(std::span<const ChunkId> chunks) {
+  const CauseScope cause(timeline_, TransferCause::kPlan);
+  for (const ChunkId chunk : chunks) {
+    if (manager_.residency().in_slot(chunk)) {
+      manager_.evict(chunk);
+      prefetched_[index(chunk)] = false;
+    }
+  }
 }
 
 std::size_t Runtime::lasting_bytes() const {

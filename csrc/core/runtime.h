@@ -101,6 +101,10 @@ class Runtime final : public Reclaimer {
   /// changes nothing, where the forward prepares a backward or there is none, and where one of
   /// `chunks` is resident for good or pinned. Rethrows a failure of a copy back.
   [[nodiscard]] bool begin_rows(std::span<const ChunkId> chunks);
+  /// Same for a step's forward or backward under way: only `chunks` leave their slots, since the
+  /// plan may want others there. Returns false where no step is under way, and without a plan: the
+  /// first plan decides which chunks the device has room for.
+  [[nodiscard]] bool begin_rows_of_step(std::span<const ChunkId> chunks);
   /// Returns the device bytes of this model that are never given back between passes: chunks whose
   /// placement is the device, and resident ones.
   [[nodiscard]] std::size_t lasting_bytes() const;
@@ -198,6 +202,8 @@ class Runtime final : public Reclaimer {
   [[nodiscard]] std::uint64_t departures() const CASTOR_REQUIRES(mutex_);
   void announce_params(const UpcomingModule& upcoming) CASTOR_REQUIRES(mutex_);
   void all_to_host() CASTOR_REQUIRES(mutex_);
+  [[nodiscard]] bool may_leave(std::span<const ChunkId> chunks) const CASTOR_REQUIRES(mutex_);
+  void leave_slots(std::span<const ChunkId> chunks) CASTOR_REQUIRES(mutex_);
   /// Brings idle() up to date.
   void note_frames() noexcept CASTOR_REQUIRES(mutex_) {
     idle_.store(frames_.no_forward(), std::memory_order_release);

@@ -64,7 +64,7 @@ void bind_rank_group(pybind11::module_& module);
 /// Binds castor._C.ActivationOffload and the types of its results.
 void bind_activation_offload(pybind11::module_& module);
 
-/// Binds castor._C.ExpertCache.
+/// Binds castor._C.ExpertCache and castor._C.ExpertRows.
 void bind_expert_cache(pybind11::module_& module);
 
 class RankWaits;

@@ -5,11 +5,24 @@
 #include <utility>
 
 #include "python/bindings.h"
+#include "torch/expert_rows.h"
 #include "torch/gil.h"
 
 namespace py = pybind11;
 
 namespace castor {
+
+namespace {
+
+std::vector<ParamId> param_ids(const std::vector<std::uint32_t>& numbers) {
+  std::vector<ParamId> params;
+  for (const std::uint32_t number : numbers) {
+    params.push_back(ParamId{number});
+  }
+  return params;
+}
+
+}  // namespace
 
 void bind_expert_cache(py::module_& module) {
   const auto released = py::call_guard<py::gil_scoped_release>();
@@ -18,10 +31,7 @@ void bind_expert_cache(py::module_& module) {
                        const std::vector<std::vector<std::uint32_t>>& layers) {
              std::vector<std::vector<ParamId>> params;
              for (const auto& layer : layers) {
-               params.emplace_back();
-               for (const std::uint32_t param : layer) {
-                 params.back().push_back(ParamId{param});
-               }
+               params.push_back(param_ids(layer));
              }
              return without_gil([&] {
                return std::shared_ptr<TorchExpertCache>(
@@ -63,6 +73,19 @@ void bind_expert_cache(py::module_& module) {
                         py::arg("expert_fetched_bytes") = figures.fetched_bytes,
                         py::arg("expert_cache_bytes") = figures.cache_bytes);
       });
+  const auto fetching = [](auto fetch) {
+    return [fetch](std::shared_ptr<Session> session, const std::vector<std::uint32_t>& params,
+                   const std::vector<std::int64_t>& experts) {
+      return without_gil([&] { return fetch(std::move(session), param_ids(params), experts); });
+    };
+  };
+  py::class_<ExpertRows, std::shared_ptr<ExpertRows>>(module, "ExpertRows")
+      .def_static("fetch", fetching(&ExpertRows::fetch), py::arg("session"), py::arg("params"),
+                  py::arg("experts"))
+      .def_static("fetch_ahead", fetching(&ExpertRows::fetch_ahead), py::arg("session"),
+                  py::arg("params"), py::arg("experts"))
+      .def("take", &ExpertRows::take, py::arg("position"), released)
+      .def_property_readonly("bytes", &ExpertRows::bytes);
 }
 
 }  // namespace castor

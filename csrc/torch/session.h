@@ -159,6 +159,8 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// a forward of this thread, in one that prepares a backward, and where parameters have no
   /// permanent storage on the host. Throws as Runtime::begin_rows, and as ParamMemory::take_up.
   [[nodiscard]] bool begin_rows(std::span<const ChunkId> chunks);
+  /// Same in a step's forward or backward of this thread; returns false elsewhere.
+  [[nodiscard]] bool begin_rows_of_step(std::span<const ChunkId> chunks);
   /// Returns whether somebody has written to the chunk's parameters since the last call for that
   /// chunk. Requires that begin_rows has just returned true for the chunk.
   [[nodiscard]] bool take_written(ChunkId chunk) { return storages_.take_written(chunk); }
@@ -210,6 +212,9 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   [[nodiscard]] std::shared_ptr<void> visit_groups(std::span<const TensorGate::Use> uses);
   void keep_apart(std::span<const std::shared_ptr<Payload>> weights) const;
   void note_loaded_rows();
+  /// Makes host storage of the chunks' parameters current. Returns false where they have none, or
+  /// where another thread's pass is under way.
+  [[nodiscard]] bool ready_on_host(std::span<const ChunkId> chunks);
   void check_consistent();     ///< Throws UsageError unless consistent().
   void check_process() const;  ///< Throws UsageError in a forked child.
   /// Returns whether somebody holds another tensor over the chunk's weights or states, which the

@@ -121,7 +121,16 @@ std::optional<at::Tensor> Session::host_storage(ParamId param) {
 
 bool Session::begin_rows(std::span<const ChunkId> chunks) {
   check_process();
-  if (at::GradMode::is_enabled() || !passes_->mine()) {
+  return !at::GradMode::is_enabled() && ready_on_host(chunks) && runtime().begin_rows(chunks);
+}
+
+bool Session::begin_rows_of_step(std::span<const ChunkId> chunks) {
+  check_process();
+  return ready_on_host(chunks) && runtime().begin_rows_of_step(chunks);
+}
+
+bool Session::ready_on_host(std::span<const ChunkId> chunks) {
+  if (!passes_->mine()) {
     return false;
   }
   memory_.device().follow_stream();
@@ -134,7 +143,7 @@ bool Session::begin_rows(std::span<const ChunkId> chunks) {
       param_memory_.take_up(param);
     }
   }
-  return runtime().begin_rows(chunks);
+  return true;
 }
 
 std::string Session::content_of(const void* storage) {

@@ -286,6 +286,19 @@ class ExpertCache:
     def clear(self) -> None: ...
     def figures(self) -> dict[str, int]: ...
 
+class ExpertRows:
+    @staticmethod
+    def fetch(
+        session: Session, params: Sequence[int], experts: Sequence[int]
+    ) -> ExpertRows | None: ...
+    @staticmethod
+    def fetch_ahead(
+        session: Session, params: Sequence[int], experts: Sequence[int]
+    ) -> ExpertRows | None: ...
+    def take(self, position: int) -> Tensor: ...
+    @property
+    def bytes(self) -> int: ...
+
 def keep_activations(
     events: Sequence[tuple[int, int, int, int]],
     compute_seconds: Sequence[float],

@@ -219,7 +219,7 @@ class Engine(CollectiveCalls):
         """Per parameter, whether the session's rule updates it, with states in chunks."""
         frozen = [self._updated is None or not trained for trained in self.trained]
         experts = choose_experts(model, spec, frozen, settings.gather_experts)
-        self.experts = Experts(experts)
+        self.experts = Experts(experts, settings.gather_experts)
         by_row = {i for position in experts for i in spec.modules[position].params}
         self.by_row = [i in by_row for i in range(len(spec.params))]
         """Per parameter, whether passes may read single rows of it, those of experts."""

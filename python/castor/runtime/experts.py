@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.compiler import is_compiling
 
 from castor import _C
 from castor.config.names import GatherExperts
 from castor.errors import UsageError
+from castor.runtime.expert_steps import Hooks, Rows, SavedRows, StepRows, Steps
 from castor.runtime.hooks import ModuleHook
 from castor.runtime.spec import ModelSpec
 
 _IN_ANY_ORDER = ("grouped_mm", "batched_mm")
 """Implementations of transformers whose sums do not depend on the experts' numbers."""
+_DECISIONS = 64
+"""Number of a layer's forwards under checkpoints whose decisions wait for their backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +127,16 @@ class Experts:
     It holds no module: they hold the model's engine, which holds this.
     """
 
-    def __init__(self, modules: Sequence[int]) -> None:
-        """Takes the positions of the modules in the model's spec, as of choose_experts."""
+    def __init__(self, modules: Sequence[int], choice: GatherExperts) -> None:
+        """Takes the modules.
+
+        Args:
+            modules: Positions of the modules in the model's spec, as of choose_experts.
+            choice: The setting `gather_experts`; with True, steps take rows without a measurement.
+        """
         self._modules = modules
         self._cache: _C.ExpertCache | None = None
+        self._steps = Steps(measures=choice is not True)
 
     def start(self, spec: ModelSpec, session: _C.Session) -> dict[int, ExpertCall]:
         """Makes the cache, once there is a session.
@@ -137,49 +149,74 @@ class Experts:
         parts = [spec.modules[position] for position in self._modules]
         cache = self._cache = _C.ExpertCache(session, [part.params for part in parts])
         model = spec.modules[0].module
-        model.register_forward_pre_hook(ModuleHook(_clear_for_training, cache))
-        calls = enumerate(zip(self._modules, parts, strict=True))
-        return {at: ExpertCall(part.module, cache, layer) for layer, (at, part) in calls}
+        own = sum(spec.params[i].nbytes for part in parts for i in part.params)
+        share = own / sum(param.nbytes for param in spec.params)
+        model.register_forward_pre_hook(
+            ModuleHook(_model_called, cache, self._steps, session, share)
+        )
+        calls = {}
+        for layer, (at, part) in enumerate(zip(self._modules, parts, strict=True)):
+            params = [spec.params[i] for i in part.params]
+            rows = StepRows(session, part.params, params, self._steps)
+            calls[at] = ExpertCall(part.module, cache, layer, rows)
+        return calls
 
     def figures(self) -> ExpertFigures:
         """Returns the figures so far."""
-        return ExpertFigures(**self._cache.figures()) if self._cache else ExpertFigures()
+        if self._cache is None:
+            return ExpertFigures()
+        found = self._cache.figures()
+        found["expert_misses"] += self._steps.experts
+        found["expert_fetched_bytes"] += self._steps.fetched_bytes
+        return ExpertFigures(**found)
 
 
-def _clear_for_training(cache: _C.ExpertCache, *_: Any) -> None:
+def _model_called(
+    cache: _C.ExpertCache, steps: Steps, session: _C.Session, share: float, *_: Any
+) -> None:
     """Gives the cache's memory to a step that begins, which plans with all that there is."""
     if torch.is_grad_enabled():
         cache.clear()
+    steps.model_called(session, share)
 
 
 class ExpertCall:
     """The call of a module of experts, which computes with the experts that it needs.
 
-    A forward without gradients that needs at most half of the experts computes with a cache of
-    experts in place of the parameters, and with its places in place of the experts' numbers. Every
-    other forward is the module's own, between castor's hooks.
+    A forward computes with rows of the parameters in their place, and with the experts' places in
+    these in place of their numbers. The rows are in a cache where no gradients are needed and the
+    call needs at most half of the experts. In a step they have memory of their own, and backward
+    fetches them again (SavedRows). Every other forward is the module's own, between castor's hooks.
 
     It is in the place of a compiled call, which torch leaves out of copies and pickles.
     """
 
-    def __init__(self, module: nn.Module, cache: _C.ExpertCache, layer: int) -> None:
+    def __init__(
+        self, module: nn.Module, cache: _C.ExpertCache, layer: int, rows: StepRows
+    ) -> None:
         """Takes the place of the module's compiled call.
 
         Args:
             module: A module of expert_modules.
             cache: Cache of the model's experts.
             layer: Number of the module in the cache.
+            rows: Rows of the module's parameters, for training steps.
         """
         self._owner = weakref.ref(module)
         self._cache = cache
         self._layer = layer
+        self._rows = rows
+        self._full = False
+        """Whether steps take the full layer now."""
+        self._decided: dict[tuple[int, ...], bool] = {}
+        """Whether forwards under a checkpoint took rows, by the experts that they needed."""
         self._params = _own(module)
         self._arguments = _arguments(module)
         # Eager code that knows the number of experts from elsewhere would not take another one.
         self._eager = "config" not in inspect.unwrap(type(module).forward).__code__.co_names
         self._num_experts = int(module.num_experts)  # type: ignore[arg-type]
         self._thread: int | None = None
-        """Thread whose call computes with the cache."""
+        """Thread whose call computes with rows."""
         module._compiled_call_impl = self
 
     def remove(self) -> None:
@@ -194,66 +231,141 @@ class ExpertCall:
 
     @property
     def by_row(self) -> bool:
-        """Whether this thread is in a call that computes with the cache."""
+        """Whether this thread is in a call that computes with rows."""
         return self._thread == threading.get_ident()
-
-    def wait_for(self, position: int) -> None:
-        """Waits for the copies of the module's parameter at that position."""
-        self._cache.wait_for(self._layer, position)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the result of the module's forward, between all hooks that it has."""
         module = self._owner()
         assert module is not None
-        needed = self._needed(module, args, kwargs)
-        rows = self._cache.fetch(self._layer, needed) if needed else None
-        if rows is None:
+        index = self._index(args, kwargs)
+        needed = self._needed(module, index)
+        call = self._begin(needed) if needed else None
+        if call is None:
             return module._call_impl(*args, **kwargs)
-        own = module.__dict__["_parameters"]
+        assert index is not None
+        # In place of forward, so that users' hooks see the experts' own numbers.
+        own = module.__dict__.get("forward")
         try:
             self._thread = threading.get_ident()
-            tensors, places, num_places = rows
-            fetched = dict(zip(self._params, tensors, strict=True))
-            params = _Awaited(own, fetched, self)
-            if self._implementation(module) == "eager" and places != sorted(places):
-                # A sum over experts in the order of their numbers.
-                select = torch.tensor(places, device=tensors[0].device)
-                compact = {name: params[name].index_select(0, select) for name in self._params}
-                params = _Awaited(own, compact, self)
-                places, num_places = list(range(len(places))), len(places)
-            args, kwargs = self._at_places(args, kwargs, needed, places)
-            module.__dict__["_parameters"] = params
-            module.num_experts = num_places  # type: ignore[assignment]
+            module.__dict__["forward"] = functools.partial(
+                self._forward, module, module.forward, call, index, index._version
+            )
             return module._call_impl(*args, **kwargs)
+        finally:
+            if own is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = own
+            self._thread = None
+            call.end()
+
+    def _forward(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        call: _Call,
+        index: torch.Tensor,
+        version: int,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the module's forward with rows of experts in place of its parameters."""
+        if self._index(args, kwargs) is not index or index._version != version:
+            return forward(*args, **kwargs)  # a hook of the user's chose others
+        own = module.__dict__["_parameters"]
+        places, num_places, take = call.places, call.num_places, call.take
+        if self._implementation(module) == "eager" and places != sorted(places):
+            # A sum over experts in the order of their numbers.
+            select = torch.tensor(places, device=index.device)
+            places, num_places = list(range(len(places))), len(places)
+            take = functools.partial(_selected, call.take, select)
+        args, kwargs = self._at_places(args, kwargs, call.needed, places)
+        try:
+            module.__dict__["_parameters"] = _Awaited(own, list(self._params), take, self)
+            module.num_experts = num_places  # type: ignore[assignment]
+            with call.saving():
+                return forward(*args, **kwargs)
         finally:
             module.__dict__["_parameters"] = own
             module.num_experts = self._num_experts  # type: ignore[assignment]
-            self._thread = None
-            self._cache.release(self._layer)
+
+    def _begin(self, needed: list[int]) -> _Call | None:
+        """Begins to fetch the experts that a call needs; None: it takes the full parameters."""
+        if not torch.is_grad_enabled() and 2 * len(needed) <= self._num_experts:
+            cached = self._cache.fetch(self._layer, needed)
+            if cached is not None:
+                return _CachedCall(self._cache, self._layer, needed, cached)
+        return self._begin_in_step(needed)
+
+    def _begin_in_step(self, needed: list[int]) -> _Call | None:
+        """Same, for a step's forward: the first, or the one of a checkpoint's backward.
+
+        A layer is fetched by the row until a call needs more than 10 of 11 experts, and in full
+        from then on, until one needs at most half of them. The bytes of both differ by a tenth
+        there, and a plan is of steps that go on in the same way.
+        """
+        hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        checkpoint = (
+            getattr(hooks and hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+        )
+        again = torch._C._current_graph_task_id() != -1
+        decided = self._decided.get(tuple(needed)) if again else None
+        if not again:
+            self._rows.needs(needed)
+        if not self._rows.steps.by_row:
+            return None
+        if decided is None:
+            if 11 * len(needed) > 10 * self._num_experts:
+                self._full = True
+            elif 2 * len(needed) <= self._num_experts:
+                self._full = False
+        by_row = not self._full if decided is None else decided
+        rows: Rows | None = self._rows.fetch(needed) if by_row else None
+        if decided and rows is None:  # a checkpoint wants what its first forward had
+            rows = self._rows.read(needed)
+        if not again and (checkpoint or not torch.is_grad_enabled()):
+            self._decided[tuple(needed)] = rows is not None
+            while len(self._decided) > _DECISIONS:
+                del self._decided[next(iter(self._decided))]
+        if rows is None:
+            return None
+        if again:
+            self._rows.steps.backward(self._rows, needed)
+        elif checkpoint or not torch.is_grad_enabled():
+            self._rows.steps.forward(self._rows, needed)
+        # A checkpoint keeps no rows in forward, and needs them at once in backward.
+        keeps = checkpoint or again or not torch.is_grad_enabled()
+        return _StepCall(rows, needed, None if keeps else SavedRows(self._rows, needed, hooks))
 
     def _implementation(self, module: nn.Module) -> str:
         return getattr(module.config, "_experts_implementation", None) or "eager"
 
-    def _needed(self, module: nn.Module, args: Any, kwargs: Any) -> list[int]:
+    def _index(self, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Returns the argument with the experts' numbers; None: there is no such tensor."""
+        index = dict(zip(self._arguments, args, strict=False), **kwargs).get(self._arguments[1])
+        return index if isinstance(index, torch.Tensor) else None
+
+    def _needed(self, module: nn.Module, index: torch.Tensor | None) -> list[int]:
         """Returns the experts that a call needs, ascending; none: it takes the full parameters."""
-        if torch.is_grad_enabled() or is_compiling() or torch._C._is_tracing():
+        if is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
             return []
         implementation = self._implementation(module)
         if implementation not in _IN_ANY_ORDER and not (implementation == "eager" and self._eager):
             return []
         own = module._parameters
         if module.num_experts != self._num_experts or any(
-            own.get(name) is not param for name, param in self._params.items()
-        ):  # adapters compute with other values meanwhile
+            own.get(name) is not param or (param.requires_grad and torch.is_grad_enabled())
+            for name, param in self._params.items()
+        ):  # adapters compute with other values meanwhile, or experts get gradients
             return []
-        index = dict(zip(self._arguments, args, strict=False), **kwargs).get(self._arguments[1])
-        if not isinstance(index, torch.Tensor) or index.is_floating_point() or not index.numel():
+        if index is None or index.is_floating_point() or not index.numel():
             return []
         if index.numel() > 4 * self._num_experts:
             index = index.unique()
         needed = sorted(set(index.flatten().tolist()))
-        inside = needed[0] >= 0 and needed[-1] < self._num_experts
-        return needed if inside and 2 * len(needed) <= self._num_experts else []
+        return needed if needed[0] >= 0 and needed[-1] < self._num_experts else []
 
     def _at_places(
         self, args: Any, kwargs: Any, needed: list[int], places: list[int]
@@ -270,27 +382,110 @@ class ExpertCall:
         return (args[0], at, *args[2:]), kwargs
 
 
-class _Awaited(dict[str, torch.Tensor]):
-    """A module's parameters during a call, whose thread finds the cache's tensors in their place.
+class _Call(Protocol):
+    """Experts of one call, on the device."""
 
-    A tensor is read once its copies have come. Other threads find the parameters: one of them may
-    save the model meanwhile.
+    needed: list[int]
+    """Numbers of the experts, ascending."""
+    places: list[int]
+    """Place of each of them in the rows."""
+    num_places: int
+    """Number of rows."""
+
+    def take(self, position: int) -> torch.Tensor:
+        """Returns the rows of the parameter at that position, once they have come."""
+        ...
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Returns the context of the forward, for what it saves for backward."""
+        ...
+
+    def end(self) -> None:
+        """Ends the call, also where it failed."""
+        ...
+
+
+class _CachedCall:
+    """Experts of a call without gradients, in the cache."""
+
+    def __init__(
+        self,
+        cache: _C.ExpertCache,
+        layer: int,
+        needed: list[int],
+        rows: tuple[list[torch.Tensor], list[int], int],
+    ) -> None:
+        self._cache = cache
+        self._layer = layer
+        self.needed = needed
+        self._tensors, self.places, self.num_places = rows
+
+    def take(self, position: int) -> torch.Tensor:
+        self._cache.wait_for(self._layer, position)
+        return self._tensors[position]
+
+    def saving(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def end(self) -> None:
+        self._cache.release(self._layer)
+
+
+class _StepCall:
+    """Experts of a training step's forward, in memory of their own."""
+
+    def __init__(self, rows: Rows, needed: list[int], saved: SavedRows | None) -> None:
+        self._rows = rows
+        self._saved = saved
+        self.needed = needed
+        self.places = list(range(len(needed)))
+        self.num_places = len(needed)
+
+    def take(self, position: int) -> torch.Tensor:
+        rows = self._rows.take(position)
+        if self._saved:
+            self._saved.know(position, rows)
+        return rows
+
+    def saving(self) -> AbstractContextManager[Any]:
+        return self._saved.hooks() if self._saved else nullcontext()
+
+    def end(self) -> None:
+        if self._saved:
+            self._saved.forward_ends()
+
+
+def _selected(
+    take: Callable[[int], torch.Tensor], select: torch.Tensor, position: int
+) -> torch.Tensor:
+    return take(position).index_select(0, select)
+
+
+class _Awaited(dict[str, torch.Tensor]):
+    """A module's parameters during a forward, whose thread finds rows in their place.
+
+    A tensor is taken when it is read first, once its copies have come. Other threads find the
+    parameters: one of them may save the model meanwhile.
     """
 
     def __init__(
-        self, own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor], call: ExpertCall
+        self,
+        own: dict[str, nn.Parameter],
+        names: list[str],
+        take: Callable[[int], torch.Tensor],
+        call: ExpertCall,
     ) -> None:
         super().__init__(own)
-        self._tensors = tensors
-        self._waiting = {name: position for position, name in enumerate(tensors)}
+        self._names = names
+        self._take = take
+        self._tensors: dict[str, torch.Tensor] = {}
         self._call = call
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if not self._call.by_row or name not in self._tensors:
+        if not self._call.by_row or name not in self._names:
             return super().__getitem__(name)
-        position = self._waiting.pop(name, None)
-        if position is not None:
-            self._call.wait_for(position)
+        if name not in self._tensors:
+            self._tensors[name] = self._take(self._names.index(name))
         return self._tensors[name]
 
     def _all(self) -> dict[str, torch.Tensor]:
