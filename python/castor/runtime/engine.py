@@ -69,7 +69,7 @@ class EngineSettings:
     gather_embeddings: bool = False
     """Whether embeddings stay in host memory, where forward reads the rows that it looks up."""
     gather_experts: GatherExperts = False
-    """Whether passes without gradients fetch single experts."""
+    """Whether passes fetch single experts."""
     trace_file: Path | None = None
     """A trace of this model from an earlier run."""
     nvme_directory: Path | None = None
