@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from typing import Any
 
 import torch
+from _generation import LINK, Contender
 from _machine import command_line, describe_machine, paired, spread, write_record
 from _steps import SEED, VOCAB
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, StoppingCriteria
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from castor import Booster, GeminiPlugin
 
-LINK = 2e9
 PROMPT = 4
 TARGET = 1.15
 SPEEDUP = 5.0
@@ -73,102 +72,47 @@ def build(sizes: dict[str, int]) -> Any:
     return model
 
 
-class Clock(StoppingCriteria):
-    """What a token costs, as it is done; stops nothing."""
-
-    def __init__(self, booster: Booster | None) -> None:
-        self.booster = booster
-        self.seconds: list[float] = []
-        self.reports: list[Any] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Notes the time, and what castor has moved."""
-        self.seconds.append(time.perf_counter())
-        if self.booster is not None:
-            self.reports.append(self.booster.report())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
-class Contender:
-    """The model with one setting, and what its tokens took in each round."""
-
-    def __init__(self, name: str, sizes: dict[str, int]) -> None:
-        self.num_tokens = TOKENS[name]
-        self.model = build(sizes)
-        self.param_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        self.booster: Booster | None = None
-        if name != PLAIN:
-            plugin = GeminiPlugin(
-                device="cpu",
-                device_memory=self.param_bytes // 2,
-                host_memory=self.param_bytes + (256 << 20),
-                precision="fp32",
-                link_bandwidth="2GB/s",
-                gather_experts=name == BY_ROW,
-            )
-            self.booster = Booster(plugin=plugin)
-            self.booster.boost(self.model)
-        self.seconds: list[float] = []
-        self.link_seconds: list[float] = []
-        self.hits: list[float] = []
-        self.tokens: list[list[int]] = []
-
-    def run(self) -> None:
-        """One round."""
-        prompt = torch.randint(VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(SEED))
-        clock = Clock(self.booster)
-        torch.manual_seed(SEED + len(self.seconds))
-        tokens = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=self.num_tokens,
-            min_new_tokens=self.num_tokens,
-            do_sample=True,
-            use_cache=True,
-            pad_token_id=0,
-            stopping_criteria=[clock],
+def contender(name: str, sizes: dict[str, int]) -> Contender:
+    """The model with one setting."""
+    model, booster = build(sizes), None
+    if name != PLAIN:
+        param_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        plugin = GeminiPlugin(
+            device="cpu",
+            device_memory=param_bytes // 2,
+            host_memory=param_bytes + (256 << 20),
+            precision="fp32",
+            link_bandwidth="2GB/s",
+            gather_experts=name == BY_ROW,
         )
-        self.tokens.append(tokens[0].tolist())
-        count = self.num_tokens - 1
-        self.seconds.append((clock.seconds[-1] - clock.seconds[0]) / count)
-        if self.booster is None:
-            return
-        first, last = clock.reports[0], clock.reports[-1]
-        self.link_seconds.append((last.h2d_bytes - first.h2d_bytes) / count / LINK)
-        hits = last.expert_hits - first.expert_hits
-        needed = hits + last.expert_misses - first.expert_misses
-        self.hits.append(hits / needed if needed else 0.0)
+        booster = Booster(plugin=plugin)
+        booster.boost(model)
+    return Contender(model, booster, prompt=PROMPT, tokens=TOKENS[name], do_sample=True)
 
-    def figures(self) -> dict[str, Any]:
-        """Seconds of a token, and what it copied over the link."""
-        if self.booster is None:
-            return {"seconds": spread(self.seconds)}
-        report = self.booster.report()
-        if report.peak_device_bytes > report.device_budget_bytes:
-            raise RuntimeError(f"a peak of {report.peak_device_bytes} bytes passes the budget")
-        return {
-            "seconds": spread(self.seconds),
-            "link_seconds": spread(self.link_seconds),
-            "over_link": paired(self.seconds, self.link_seconds),
-            "hits": spread(self.hits),
-            "report": vars(report),
-        }
+
+def figures(contender: Contender) -> dict[str, Any]:
+    """Figures of a contender; of castor's also the share of experts that the device had."""
+    found = contender.figures()
+    if contender.booster is not None:
+        counts = [
+            (one.grown("expert_hits"), one.grown("expert_misses")) for one in contender.rounds
+        ]
+        found["hits"] = spread([hits / max(1, hits + misses) for hits, misses in counts])
+    return found
 
 
 def run(sizes: dict[str, int], rounds: int) -> dict[str, Any]:
     """Figures of each contender."""
     results, seconds, tokens = {}, {}, {}
     for name in TOKENS:
-        contender = Contender(name, sizes)
-        contender.run()  # untimed: the plan is made of it, and the cache filled
-        for values in (contender.seconds, contender.link_seconds, contender.hits):
-            values.clear()
+        one = contender(name, sizes)
+        one.warm_up()
         for _ in range(rounds):
-            contender.run()
-        results[name] = contender.figures()
-        seconds[name], tokens[name] = contender.seconds, contender.tokens
-        param_bytes = contender.param_bytes
-        del contender
+            one.run()
+        results[name], seconds[name] = figures(one), one.seconds()
+        tokens[name] = [each.tokens for each in one.rounds]
+        param_bytes = one.param_bytes
+        del one
         gc.collect()
     for plain, full, by_row in zip(*(tokens[name] for name in TOKENS), strict=True):
         if by_row != plain or plain[: len(full)] != full:

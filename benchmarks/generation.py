@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,15 +21,15 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read by libgomp when torch is imported
 
 import torch
-from _machine import command_line, describe_machine, paired, spread, write_record
+from _generation import LINK, Contender
+from _machine import command_line, describe_machine, write_record
 from _steps import QUICK, SEED, VOCAB, Model
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from castor import Booster, GeminiPlugin
 
-LINK = 2e9
 TOKENS = 64
 TARGET = 1.10
 PROMPT = 16
@@ -61,103 +60,46 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-class Clock(StoppingCriteria):
-    """What a token costs, as it is done; stops nothing."""
-
-    def __init__(self, booster: Booster | None) -> None:
-        self.booster = booster
-        self.seconds: list[float] = []
-        self.h2d_bytes: list[int] = []
-        self.demand_fetches: list[int] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Notes the time, and what castor has moved."""
-        self.seconds.append(time.perf_counter())
-        if self.booster is not None:
-            report = self.booster.report()
-            self.h2d_bytes.append(report.h2d_bytes)
-            self.demand_fetches.append(report.demand_fetches)
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
-class Contender:
-    """A model, and what its tokens took in each round."""
-
-    def __init__(self, name: str, build: Callable[[], Any]) -> None:
-        self.model = build().eval()
-        self.booster: Booster | None = None
-        if name != PLAIN:
-            budget = sum(p.numel() * p.element_size() for p in self.model.parameters()) // 2
-            plugin = GeminiPlugin(
-                device="cpu",
-                device_memory=budget,
-                precision="fp32",
-                link_bandwidth="2GB/s",
-                max_prefetch=PREFETCH[name],
-            )
-            self.booster = Booster(plugin=plugin)
-            self.booster.boost(self.model)
-        self.seconds: list[float] = []
-        self.link_seconds: list[float] = []
-        self.demand_fetches: list[int] = []
-        self.tokens: list[int] = []
-
-    def run(self) -> None:
-        """One round: 64 tokens."""
-        prompt = torch.randint(VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(SEED))
-        clock = Clock(self.booster)
-        tokens = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=TOKENS,
-            min_new_tokens=TOKENS,
-            do_sample=False,
-            use_cache=True,
-            pad_token_id=0,
-            stopping_criteria=[clock],
+def contender(name: str, build: Callable[[], Any]) -> Contender:
+    """A model, boosted or not."""
+    model, booster = build().eval(), None
+    if name != PLAIN:
+        plugin = GeminiPlugin(
+            device="cpu",
+            device_memory=sum(p.numel() * p.element_size() for p in model.parameters()) // 2,
+            precision="fp32",
+            link_bandwidth="2GB/s",
+            max_prefetch=PREFETCH[name],
         )
-        self.tokens = tokens[0].tolist()
-        self.seconds.append((clock.seconds[-1] - clock.seconds[0]) / (TOKENS - 1))
-        if self.booster is not None:
-            moved = clock.h2d_bytes[-1] - clock.h2d_bytes[0]
-            self.link_seconds.append(moved / (TOKENS - 1) / LINK)
-            self.demand_fetches.append(clock.demand_fetches[-1] - clock.demand_fetches[0])
+        booster = Booster(plugin=plugin)
+        booster.boost(model)
+    return Contender(model, booster, prompt=PROMPT, tokens=TOKENS, do_sample=False)
 
-    def figures(self) -> dict[str, Any]:
-        """Seconds of a token and, of castor's, what it streamed."""
-        if self.booster is None:
-            return {"seconds": spread(self.seconds)}
-        report = self.booster.report()
-        if report.peak_device_bytes > report.device_budget_bytes:
-            raise RuntimeError(f"a peak of {report.peak_device_bytes} bytes passes the budget")
-        return {
-            "seconds": spread(self.seconds),
-            "link_seconds": spread(self.link_seconds),
-            "over_link": paired(self.seconds, self.link_seconds),
-            "demand_fetches": max(self.demand_fetches),
-            "streamed_bytes_per_token": spread([s * LINK for s in self.link_seconds])["median"],
-            "report": vars(report),
-        }
+
+def figures(contender: Contender) -> dict[str, Any]:
+    """Figures of a contender; of castor's also what it streamed."""
+    found = contender.figures()
+    if contender.booster is not None:
+        found["demand_fetches"] = max(one.grown("demand_fetches") for one in contender.rounds)
+        found["streamed_bytes_per_token"] = LINK * found["link_seconds"]["median"]
+    return found
 
 
 def run(build: Callable[[], Any], rounds: int) -> dict[str, Any]:
     """Figures of one model: of each contender."""
-    contenders = {name: Contender(name, build) for name in (PLAIN, DEMAND, PLANNED)}
-    for contender in contenders.values():
-        contender.run()  # untimed: the plan is made of it
-        for values in (contender.seconds, contender.link_seconds, contender.demand_fetches):
-            values.clear()
+    contenders = {name: contender(name, build) for name in (PLAIN, DEMAND, PLANNED)}
+    for one in contenders.values():
+        one.warm_up()
     for _ in range(rounds):
-        for contender in contenders.values():
-            contender.run()
-    for name, contender in contenders.items():
-        if contender.tokens != contenders[PLAIN].tokens:
+        for one in contenders.values():
+            one.run()
+    for name, one in contenders.items():
+        if one.rounds[-1].tokens != contenders[PLAIN].rounds[-1].tokens:
             raise RuntimeError(f"{name} generates other tokens than {PLAIN}")
-    results = {name: contender.figures() for name, contender in contenders.items()}
-    params = sum(p.numel() * p.element_size() for p in contenders[PLAIN].model.parameters())
+    results = {name: figures(one) for name, one in contenders.items()}
     planned = results[PLANNED]
     return {
-        "param_bytes": params,
+        "param_bytes": contenders[PLAIN].param_bytes,
         "results": results,
         "met": planned["over_link"]["median"] <= TARGET and planned["demand_fetches"] == 0,
     }
