@@ -252,6 +252,25 @@ def test_states_that_were_taken_out_can_be_put_back(make: MakeOptimizer) -> None
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("make", FUSED)
+def test_states_that_were_taken_out_before_a_load_can_be_put_back(
+    make: MakeOptimizer, tmp_path: Path
+) -> None:
+    def edit(optimizer: Optimizer) -> None:
+        saved = copy.deepcopy(optimizer.state_dict())
+        taken = {param: optimizer.state.pop(param) for param in params_of(optimizer)}
+        optimizer.load_state_dict(saved)
+        for param in params_of(optimizer):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state.update(taken)
+
+    nvme = {"nvme_path": tmp_path, "nvme_memory": "64MiB", "nvme_offload_fraction": 1.0}
+    compare(make, edit, "64MiB")
+    compare(make, edit, "64MiB", **nvme)
+
+
 def test_a_state_that_was_looked_at_before_its_first_step_is_shown_and_saved(
     tmp_path: Path,
 ) -> None:

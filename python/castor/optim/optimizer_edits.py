@@ -61,9 +61,19 @@ class ShownStates:
             self._show(optimizer, self._engine.index_of[param], param)  # type: ignore[index]
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Forgets the entries of an optimizer whose state is about to be replaced as a whole."""
-        for index, _ in self._params(optimizer):
-            self._shown.pop(index, None)
+        """Forgets the entries of an optimizer whose state is about to be replaced as a whole.
+
+        Entries that user code has taken out of `optimizer.state` keep their present values.
+        """
+        for index, param in self._params(optimizer):
+            shown = self._shown.pop(index, None)
+            if shown is None:
+                continue
+            entry = optimizer.state.get(param)
+            if shown.stored is None and not _untouched(entry, shown.tensors):
+                self._keep_for_holders(index, shown.tensors)
+            elif shown.stored is not None and entry is not shown.stored:
+                shown.stored.part_from_chunk()
 
     @torch.no_grad()
     def take_up(self, optimizer: Optimizer) -> list[int]:
