@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import castor
-import grids
 from helpers import boost, on_device_of
 
 WIDTH = 8
@@ -135,51 +133,52 @@ STATE_EDITS = [
 ]
 
 
+def run(
+    make: MakeOptimizer,
+    edit: Callable[[Optimizer], None],
+    settings: dict[str, Any] | None = None,
+) -> tuple[list[float], dict[int, dict[str, torch.Tensor]]]:
+    """Losses of steps, three before an edit, and the states at their end; boosted with settings."""
+    net = model()
+    optimizer = make(net)
+    if settings is not None:
+        boost(net, optimizer=optimizer, **{"memory": "64MiB", **settings})
+    losses = [step(net, optimizer, i) for i in range(3)]
+    edit(optimizer)
+    losses += [step(net, optimizer, i) for i in range(3, 6)]
+    state = {
+        index: {key: torch.as_tensor(value).clone() for key, value in entry.items()}
+        for index, param in enumerate(net.parameters())
+        if (entry := optimizer.state.get(param))
+    }
+    return losses, state
+
+
 def compare(
-    make: MakeOptimizer, edit: Callable[[Optimizer], None], memory: int | str, **settings: Any
+    make: MakeOptimizer, edit: Callable[[Optimizer], None], *settings: dict[str, Any]
 ) -> None:
-    results = []
-    for boosted in (False, True):
-        net = model()
-        optimizer = make(net)
-        if boosted:
-            boost(net, memory, optimizer, **settings)
-        losses = [step(net, optimizer, i) for i in range(3)]
-        edit(optimizer)
-        losses += [step(net, optimizer, i) for i in range(3, 6)]
-        results.append((losses, copy.deepcopy(optimizer.state_dict()["state"])))
-    (plain, expected), (ours, state) = results
-    assert ours == pytest.approx(plain, rel=1e-5)
-    assert state.keys() == expected.keys()
-    for index, entry in expected.items():
-        assert state[index].keys() == entry.keys()
-        for key, value in entry.items():
-            torch.testing.assert_close(torch.as_tensor(state[index][key]), torch.as_tensor(value))
+    """A boosted run with each of the settings is the plain one."""
+    plain, expected = run(make, edit)
+    for each in settings:
+        ours, state = run(make, edit, each)
+        assert ours == pytest.approx(plain, rel=1e-5)
+        assert state.keys() == expected.keys()
+        for index, entry in expected.items():
+            assert state[index].keys() == entry.keys()
+            for key, value in entry.items():
+                torch.testing.assert_close(state[index][key], value)
 
 
 @pytest.mark.parametrize("edit", STATE_EDITS)
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_states_that_are_edited_count_in_the_next_step(
-    make: MakeOptimizer, edit: Callable[[Optimizer], None]
+    make: MakeOptimizer, edit: Callable[[Optimizer], None], tmp_path: Path
 ) -> None:
     if edit in (replaced, other_values, written, viewed) and make is plain_sgd:
         pytest.skip("SGD without momentum has no state")
-    compare(make, edit, "64MiB")
-    compare(make, edit, 1500, overlap="forward" if make is not own else "none")
-
-
-@pytest.mark.parametrize("edit", STATE_EDITS)
-def test_states_on_nvme_that_are_edited_count(
-    edit: Callable[[Optimizer], None], tmp_path: Path
-) -> None:
-    for make in FUSED:
-        (tmp_path / make.__name__).mkdir()
-        nvme = {
-            "nvme_path": tmp_path / make.__name__,
-            "nvme_memory": "64MiB",
-            "nvme_offload_fraction": 1.0,
-        }
-        compare(make, edit, "64MiB", **nvme)
+    tight = {"memory": 1500, "overlap": "forward" if make is not own else "none"}
+    nvme = {"nvme_path": tmp_path, "nvme_memory": "64MiB", "nvme_offload_fraction": 1.0}
+    compare(make, edit, {}, tight, *([nvme] if make in FUSED else []))
 
 
 @pytest.mark.parametrize("edit", [clear, one_empty, written, other_values])
@@ -230,29 +229,6 @@ def test_states_in_every_format_start_anew(state_format: str, edit: Any) -> None
 
 
 @pytest.mark.parametrize("make", FUSED)
-def test_states_that_were_taken_out_can_be_put_back(make: MakeOptimizer) -> None:
-    def swap(optimizer: Optimizer) -> None:
-        optimizer.kept = [optimizer.state.pop(param) for param in params_of(optimizer)]
-
-    def back(optimizer: Optimizer) -> None:
-        for param, entry in zip(params_of(optimizer), optimizer.kept, strict=True):
-            optimizer.state[param] = entry
-
-    losses: list[list[float]] = []
-    for boosted in (False, True):
-        net = model()
-        optimizer = make(net)
-        if boosted:
-            boost(net, "64MiB", optimizer, overlap="forward")
-        losses.append([step(net, optimizer, i) for i in range(3)])
-        swap(optimizer)
-        losses[-1] += [step(net, optimizer, i) for i in range(3, 5)]
-        back(optimizer)
-        losses[-1] += [step(net, optimizer, i) for i in range(5, 8)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("make", FUSED)
 def test_states_that_were_taken_out_before_a_load_can_be_put_back(
     make: MakeOptimizer, tmp_path: Path
 ) -> None:
@@ -267,8 +243,7 @@ def test_states_that_were_taken_out_before_a_load_can_be_put_back(
         optimizer.state.update(taken)
 
     nvme = {"nvme_path": tmp_path, "nvme_memory": "64MiB", "nvme_offload_fraction": 1.0}
-    compare(make, edit, "64MiB")
-    compare(make, edit, "64MiB", **nvme)
+    compare(make, edit, {}, nvme)
 
 
 def test_a_state_that_was_looked_at_before_its_first_step_is_shown_and_saved(
@@ -384,23 +359,7 @@ GROUP_EDITS = [
 def test_groups_that_are_edited_count_in_the_next_step(
     make: MakeOptimizer, edit: Callable[[Optimizer], None]
 ) -> None:
-    compare_losses(make, edit)
-    if make is not own:
-        compare_losses(make, edit, overlap="forward")
-        compare_losses(make, edit, **EARLY)
-
-
-def compare_losses(make: MakeOptimizer, edit: Callable[[Optimizer], None], **settings: Any) -> None:
-    results = []
-    for boosted in (False, True):
-        net = model()
-        optimizer = make(net)
-        if boosted:
-            boost(net, "64MiB", optimizer, **settings)
-        losses = [step(net, optimizer, i) for i in range(2)]
-        edit(optimizer)
-        results.append(losses + [step(net, optimizer, i) for i in range(2, 5)])
-    assert results[1] == pytest.approx(results[0], rel=1e-5)
+    compare(make, edit, {}, *([{"overlap": "forward"}, EARLY] if make is not own else []))
 
 
 def test_a_parameter_can_move_to_another_optimizer_of_the_model() -> None:
@@ -464,155 +423,3 @@ def test_options_that_are_edited_between_an_early_update_and_its_step_are_refuse
     optimizer.param_groups[1]["params"] = []
     with pytest.raises(castor.UsageError, match="taken out of its group between backward and step"):
         optimizer.step()
-
-
-class Editor:
-    """Edits an optimizer, its gradients and its parameters at random, the same for one seed."""
-
-    def __init__(self, net: nn.Module, optimizer: Optimizer, seed: int) -> None:
-        self.net, self.optimizer = net, optimizer
-        self.random = random.Random(seed)
-        self.kept: dict[Any, Any] = {}
-
-    def between_steps(self) -> None:
-        edits = [
-            *(self.clear_state, self.empty_entry, self.pop_entry, self.write_state),
-            *(self.replace_state, self.keep_state, self.put_state_back, self.peek),
-            *(self.move_param, self.drop_param, self.change_option, self.write_weight),
-            *(self.reload, self.rebuild_groups),
-        ]
-        for edit in self.random.choices(edits, k=self.random.randrange(3)):
-            edit()
-
-    def before_step(self) -> None:
-        edits = [self.scale_gradient, self.drop_gradient, self.clip, self.replace_gradient]
-        for edit in self.random.choices(edits, k=self.random.randrange(2)):
-            edit()
-
-    def param(self) -> torch.Tensor:
-        return self.random.choice(list(self.net.parameters()))  # type: ignore[no-any-return]
-
-    def clear_state(self) -> None:
-        self.optimizer.state.clear()
-
-    def empty_entry(self) -> None:
-        self.optimizer.state[self.param()] = {}
-
-    def pop_entry(self) -> None:
-        self.optimizer.state.pop(self.param(), None)
-
-    def peek(self) -> None:
-        len(self.optimizer.state[self.param()])
-
-    def write_state(self) -> None:
-        factor = self.random.random()
-        for key, value in self.optimizer.state.get(self.param(), {}).items():
-            if key != "step":
-                value.mul_(factor)
-
-    def replace_state(self) -> None:
-        entry = self.optimizer.state.get(self.param(), {})
-        for key in list(entry):
-            if key != "step":
-                entry[key] = entry[key] * 0.5
-
-    def keep_state(self) -> None:
-        param = self.param()
-        if self.optimizer.state.get(param):
-            self.kept[param] = self.optimizer.state.pop(param)
-
-    def put_state_back(self) -> None:
-        self.optimizer.state.update(self.kept)
-        self.kept = {}
-
-    def move_param(self) -> None:
-        groups = self.optimizer.param_groups
-        source = self.random.choice(groups)["params"]
-        target = self.random.choice(groups)["params"]
-        if source:
-            target.append(source.pop(self.random.randrange(len(source))))
-
-    def drop_param(self) -> None:
-        params = self.random.choice(self.optimizer.param_groups)["params"]
-        if len(params) > 1:
-            self.optimizer.state.pop(params.pop(), None)
-
-    def change_option(self) -> None:
-        group = self.random.choice(self.optimizer.param_groups)
-        group["lr"] *= 0.5 + self.random.random()
-        if self.random.random() < 0.3 and "maximize" in group:
-            group["maximize"] = not group["maximize"]
-        group["weight_decay"] = 0.1 * self.random.random()
-
-    def write_weight(self) -> None:
-        with torch.no_grad():
-            self.param().mul_(self.random.random())
-
-    def reload(self) -> None:
-        held = set(map(id, params_of(self.optimizer)))
-        for param in [one for one in self.optimizer.state if id(one) not in held]:
-            del self.optimizer.state[param]
-        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
-
-    def rebuild_groups(self) -> None:
-        self.optimizer.param_groups = [dict(group) for group in self.optimizer.param_groups]
-
-    def scale_gradient(self) -> None:
-        param, factor = self.param(), self.random.random()
-        if param.grad is not None:
-            param.grad.mul_(factor)
-
-    def replace_gradient(self) -> None:
-        param = self.param()
-        if param.grad is not None:
-            param.grad = param.grad * 0.5
-
-    def drop_gradient(self) -> None:
-        self.param().grad = None
-
-    def clip(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.05)
-
-
-SEEDS = 500 if grids.WHOLE else 100
-SETTINGS: list[dict[str, Any]] = [
-    {"memory": "64MiB"},
-    {"memory": 1500},
-    {"memory": "64MiB", "overlap": "forward"},
-    {"memory": "64MiB", "nvme": True},
-]
-
-
-@pytest.mark.parametrize("part", range(5))
-def test_random_edits_train_as_in_plain_pytorch(part: int, tmp_path: Path) -> None:
-    for seed in range(part, SEEDS, 5):
-        settings = dict(SETTINGS[seed // 5 % len(SETTINGS)])
-        if settings.pop("nvme", False):
-            scratch = tmp_path / str(seed)
-            scratch.mkdir()
-            settings |= {"nvme_path": scratch, "nvme_memory": "1MiB", "nvme_offload_fraction": 1.0}
-        make = [adamw, adam, momentum, plain_sgd][seed % 4]
-        if make is plain_sgd and "nvme_path" in settings:
-            make = momentum
-        results = []
-        for boosted in (False, True):
-            net = model()
-            optimizer = make(net)
-            if boosted:
-                boost(net, settings.pop("memory"), optimizer, **settings)
-            editor = Editor(net, optimizer, seed)
-            losses = []
-            for i in range(5):
-                loss = net(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(i)))
-                loss = loss.pow(2).mean()
-                loss.backward()
-                editor.before_step()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-                editor.between_steps()
-            results.append((losses, [param.detach().clone() for param in net.parameters()]))
-        (plain, expected), (ours, found) = results
-        assert ours == pytest.approx(plain, rel=1e-4, abs=1e-7), f"seed {seed}"
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=f"seed {seed}")

@@ -58,6 +58,7 @@ class Run:
     seen: list[float] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)
+    taken: dict[Any, Any] = field(default_factory=dict)
     weights: list[Any] = field(default_factory=list)
     aliases_follow: bool = True
     """Whether a tensor that was assigned to a parameter goes on sharing memory with it."""
@@ -292,6 +293,33 @@ def loaded_states(_: random.Random) -> Action:
     return act
 
 
+def taken_out(_: random.Random) -> Action:
+    """Takes all states out, or puts those back that were."""
+
+    def act(run: Run) -> None:
+        if run.taken:
+            run.optimizer.state.update(run.taken)
+            run.taken = {}
+        else:
+            params = [param for param in params_of(run.optimizer) if run.optimizer.state.get(param)]
+            run.taken = {param: run.optimizer.state.pop(param) for param in params}
+
+    return act
+
+
+def peeked(draw: random.Random) -> Action:
+    """Asks for a parameter's entry, which makes an empty one where there is none."""
+    place = draw.randrange(8)
+    return lambda run: run.seen.append(len(run.optimizer.state[[*run.model.parameters()][place]]))
+
+
+def rebuilt_groups(_: random.Random) -> Action:
+    def act(run: Run) -> None:
+        run.optimizer.param_groups = [dict(group) for group in run.optimizer.param_groups]
+
+    return act
+
+
 def looked_into(_: random.Random) -> Action:
     """Reads the states that are there; an entry that is not stays away."""
 
@@ -311,6 +339,7 @@ ACTIONS: list[tuple[Draw, int]] = [
     (clipped, 2), (clipped_by_value, 1), (scaled, 2), (one_gradient, 5), (kept, 2), (looked_at, 2),
     (parameters, 5), (loaded_weights, 2),
     (state, 4), (option, 3), (moved, 2), (left_out, 2), (loaded_states, 2), (looked_into, 2),
+    (taken_out, 3), (peeked, 1), (rebuilt_groups, 1),
 ]  # fmt: skip
 
 
