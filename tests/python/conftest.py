@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from types import ModuleType
@@ -83,6 +84,20 @@ def pytest_configure() -> None:
             pytest.exit(f"{extension_path()} is not of CASTOR_TEST_BUILD={builds.WANTED}", 4)
     if simulated_gpu.library() is not None:
         simulated_gpu.install()
+
+
+def pytest_collection_finish() -> None:
+    """Freezes what imports have made: a collection takes 0.3 s with it, and none without.
+
+    Tests and boost() collect to see what nobody holds any more. That is made after this.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Lets the interpreter free at its end what was frozen."""
+    gc.unfreeze()
 
 
 def _is_of_ranks(value: object) -> bool:
