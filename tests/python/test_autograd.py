@@ -129,29 +129,6 @@ def test_gradient_of_the_input_is_bitwise_that_of_plain() -> None:
     assert equal(*inputs)
 
 
-def test_gradient_assigned_by_hand_is_used() -> None:
-    plain, boosted = tower(), tight_tower()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
-    for model, own in ((plain, optimizer), (boosted.model, boosted.optimizer)):
-        for i, param in enumerate(model.parameters()):
-            param.grad = torch.full_like(param, 0.5 + i) if i % 2 else None
-        own.step()
-    assert_close_weights(boosted.model, plain, atol=1e-6)
-
-
-def test_gradient_edited_in_place_is_used() -> None:
-    plain, boosted = tower(), tight_tower()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
-    for seed in range(3):
-        for model, own in ((plain, optimizer), (boosted.model, boosted.optimizer)):
-            tower_loss(model, seed).backward()
-            for i, param in enumerate(model.parameters()):
-                param.grad.mul_(0.0 if i == 2 else 3.0)
-            own.step()
-            own.zero_grad()
-    assert_close_weights(boosted.model, plain)
-
-
 # --- user hooks ---------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from helpers import (
     margin,
     plugin,
 )
-from zoo import CASES, tower, tower_batch
+from zoo import CASES, tower
 
 FORMATS = ("fp32", "split", "split_bf16", "split_int8")
 SPLIT_FORMATS = FORMATS[1:]
@@ -85,35 +85,6 @@ def test_split_is_fp32_bit_for_bit_in_a_tight_budget(
     assert mine == losses
     assert losses[-1] != losses[0]
     assert_equal(own, state)
-
-
-@pytest.mark.parametrize("state_format", FORMATS)
-def test_bits_depend_on_neither_chunks_nor_budget(state_format: str) -> None:
-    one = bf16(tower(width=64), state_format, chunk_bytes="1MiB")
-    two = bf16(tower(width=64), state_format, chunk_bytes="9KiB", placement_policy="cpu")
-    assert two.report().num_chunks > one.report().num_chunks
-    for seed in range(4):
-        for boosted in (one, two):
-            boosted.step(boosted.model(**tower_batch(seed, width=64)))
-    assert_equal(exact_state(two), exact_state(one))
-
-
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
-@pytest.mark.parametrize("state_format", FORMATS)
-def test_updates_beside_compute_give_the_same_bits(state_format: str, overlap: str) -> None:
-    runs = []
-    for mode in ("none", overlap):
-        settings: dict[str, Any] = {"overlap": mode, "nonfinite": "ignore"}
-        settings["enable_gradient_accumulation"] = mode != "backward"
-        boosted = bf16(tower(width=64), state_format, chunk_bytes="9KiB", **settings)
-        for seed in range(4):
-            boosted.step(boosted.model(**tower_batch(seed, width=64)))
-            moments = copy.deepcopy(boosted.optimizer.state_dict()["state"])  # at once
-        runs.append((exact_state(boosted), moments))
-    assert_equal(runs[1][0], runs[0][0])
-    for mine, theirs in zip(runs[1][1].values(), runs[0][1].values(), strict=True):
-        for key, value in theirs.items():
-            assert equal(mine[key], value), key
 
 
 def representable(model: nn.Module) -> nn.Module:
@@ -181,26 +152,6 @@ def test_16_bits_default_to_split_and_others_to_fp32() -> None:
 # --- writes by user code ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_writes_on_the_device_become_their_own_masters_as_in_fp32(name: str) -> None:
-    case = CASES[name]
-    states = []
-    for state_format in ("fp32", "split"):
-        boosted = bf16(case.model(), state_format)
-        for step in range(5):
-            batch = case.batch(step)
-            loss = case.loss(boosted.model(**batch), batch)
-            boosted.booster.backward(loss, boosted.optimizer)
-            embedding = boosted.model.get_input_embeddings().weight
-            with torch.no_grad():  # the chunk is on the device still, for there is room
-                embedding[1:9].mul_(0.9)
-                embedding[11].fill_(0.3)
-            boosted.optimizer.step()
-            boosted.optimizer.zero_grad()
-        states.append(exact_state(boosted))
-    assert_equal(states[1], states[0])
-
-
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "submodule"])
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_loaded_weights_are_their_own_masters(state_format: str, whole: bool) -> None:
@@ -248,17 +199,6 @@ def test_a_copy_of_the_model_loads_weights_of_its_own(state_format: str) -> None
     twin = copy.deepcopy(boosted.model)
     twin.load_state_dict(tower().bfloat16().state_dict())
     assert_equal(exact_state(boosted), state)
-
-
-@pytest.mark.parametrize("state_format", FORMATS)
-def test_lazy_and_eager_models_take_the_same_steps(state_format: str) -> None:
-    eager = bf16(tower(), state_format)
-    with castor.LazyInitContext():
-        model = tower()
-    lazy = bf16(model, state_format)
-    for boosted in (eager, lazy):
-        go_on(boosted)
-    assert_equal(exact_state(lazy), exact_state(eager))
 
 
 # --- states -------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from castor.runtime.engine import engine_of
 from castor.runtime.tensor_types import tensor_types
 from helpers import GIB, Boosted, assert_equal, boost, copies, equal, exact_state
 from islands import EXPERTS, KEPT, Gate, kept, loaded, routed, routed_loss
-from stored_tower import short_host
 
 FORMATS = ("fp32", "split", "split_bf16", "split_int8")
 TIGHT: dict[str, Any] = {"memory": 32 << 10, "chunk_bytes": 4096}
@@ -366,30 +365,6 @@ def test_inputs_have_the_type_of_the_module_that_takes_them(kept_one: str) -> No
         if module is not getattr(plain, kept_one):
             module.to(torch.bfloat16)
     assert equal(model(x), plain(x.to(plain.into.weight.dtype)))
-
-
-# --- NVMe -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("state_format", FORMATS)
-def test_states_on_nvme_give_the_same_bits(state_format: str, tmp_path: Path) -> None:
-    there = boosted_islands(
-        optim_state_format=state_format, nvme_path=tmp_path, nvme_offload_fraction=1.0, **TIGHT
-    )
-    here = boosted_islands(optim_state_format=state_format, **TIGHT)
-    assert steps(there) == steps(here)
-    assert_equal(exact_state(there), exact_state(here))
-    assert there.report().nvme_bytes > 0
-
-
-def test_weights_on_nvme_give_the_same_bits(tmp_path: Path) -> None:
-    room = short_host(TIGHT["chunk_bytes"], precision="bf16", state="split")
-    deep = TIGHT | {"depth": 40, "memory": 96 << 10}
-    here = boosted_islands(**deep)
-    there = boosted_islands(nvme_path=tmp_path, host_memory=room, **deep)
-    assert there.report().nvme_weight_bytes > 0
-    assert steps(there) == steps(here)
-    assert_equal(exact_state(there), exact_state(here))
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -158,19 +158,6 @@ def test_clipping_is_that_of_torch(name: str) -> None:
     assert_close_weights(boosted.model, plain, atol=2.1e-3 if name == "lion" else 1e-6)
 
 
-@pytest.mark.parametrize("name", ["plain", "momentum", "lion"])
-def test_a_step_that_is_skipped_changes_nothing(name: str) -> None:
-    boosted = boosted_with(MAKERS[name])
-    go_on(boosted)
-    before = copies(boosted.model.parameters()), states_of(boosted.optimizer)
-    loss = tower_loss(boosted.model, 0) * float("inf")
-    with pytest.warns(RuntimeWarning, match="skipped an optimizer step"):
-        boosted.step(loss)
-    assert_same_weights(boosted.model, before[0])
-    assert_equal(states_of(boosted.optimizer), before[1])
-    assert boosted.report().skipped_steps == 1
-
-
 # --- where states are ---------------------------------------------------------------------------
 
 
@@ -399,18 +386,6 @@ def test_a_run_goes_on_bitwise(name: str, precision: str, tmp_path: Path) -> Non
         assert_equal(states_of(resumed.optimizer), states_of(boosted.optimizer))
 
 
-def test_saves_beside_the_training_are_those_of_their_moment(tmp_path: Path) -> None:
-    boosted = boosted_with(MAKERS["momentum"], precision="bf16")
-    go_on(boosted)
-    boosted.booster.save_optimizer(boosted.optimizer, tmp_path / "now")
-    boosted.booster.save_optimizer(boosted.optimizer, tmp_path / "beside", use_async=True)
-    go_on(boosted, 4)
-    boosted.booster.wait_for_saves()
-    files = ("optimizer.safetensors", "optimizer.json")
-    for file in files:
-        assert (tmp_path / "now" / file).read_bytes() == (tmp_path / "beside" / file).read_bytes()
-
-
 def test_plain_optimizers_load_and_save_the_same_files(tmp_path: Path) -> None:
     plain, boosted = tower(), boosted_with(MAKERS["momentum"])
     own = MAKERS["momentum"](plain.parameters())
@@ -485,21 +460,6 @@ def test_a_state_dict_of_torch_becomes_a_run(name: str, tmp_path: Path) -> None:
     boosted = boosted_with(MAKERS[name])
     boosted.booster.load(tmp_path / "run", boosted.model, boosted.optimizer)
     assert go_on(boosted, 4) == plain_steps(plain, own, 4)
-
-
-@pytest.mark.parametrize("name", ["plain", "momentum"])
-def test_a_conversion_to_16_bits_keeps_float32_weights_as_masters(
-    name: str, tmp_path: Path
-) -> None:
-    boosted = boosted_with(MAKERS[name])
-    go_on(boosted)
-    boosted.booster.save(tmp_path / "run", boosted.model, boosted.optimizer)
-    convert(tmp_path / "run", tmp_path / "half", "castor", dtype="bf16")
-    resumed = boosted_with(MAKERS[name], precision="bf16")
-    resumed.booster.load(tmp_path / "half", resumed.model, resumed.optimizer)
-    session = engine_of(resumed.model).session
-    weights = list(boosted.model.parameters())
-    assert_equal([session.master(i) for i in range(len(weights))], copies(weights))
 
 
 @pytest.mark.cpu_device("a model on a GPU is not released")

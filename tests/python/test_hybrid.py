@@ -299,53 +299,6 @@ def test_a_chunk_that_an_array_refers_to_stays_where_it_is() -> None:
     assert equal(torch.from_numpy(array), weight)
 
 
-@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
-def test_edits_between_steps_count(precision: str, state_format: str) -> None:
-    def run(**settings: Any) -> Boosted:
-        settings |= {"precision": precision, "optim_state_format": state_format}
-        boosted = boost(tower(), initial_scale=2.0**8, **settings)
-        for seed in range(6):
-            with torch.no_grad():
-                boosted.model.layers[1].weight[seed % 4].mul_(1.5)
-                boosted.model.head.weight.data[:, 3] = 0.125
-            for entry in list(boosted.optimizer.state.values())[:2]:
-                if entry["exp_avg"].is_floating_point():
-                    entry["exp_avg"].mul_(0.5)
-            boosted.step(loss_of(boosted.model, seed))
-        return boosted
-
-    boosted = run()
-    assert boosted.report().resident_chunks == boosted.report().num_chunks
-    assert_same(boosted, run(**STAY))
-
-
-def test_edits_of_gradients_count() -> None:
-    def run(**settings: Any) -> Boosted:
-        boosted = boost(tower(), **settings)
-        for seed in range(5):
-            loss_of(boosted.model, seed).backward()
-            torch.nn.utils.clip_grad_norm_(boosted.model.parameters(), 0.01)
-            boosted.model.head.weight.grad = boosted.model.head.weight.grad.clamp(-1e-4, 1e-4)
-            boosted.optimizer.step()
-            boosted.optimizer.zero_grad()
-        return boosted
-
-    assert_same(run(), run(**STAY))
-
-
-def test_tensors_outlive_the_model() -> None:
-    boosted = resident_tower()
-    held = list(boosted.model.parameters())
-    moments = [entry["exp_avg"] for entry in boosted.optimizer.state.values()]
-    expected = copies([*held, *moments])
-    del boosted
-    gc.collect()
-    for tensor, value in zip([*held, *moments], expected, strict=True):
-        assert equal(tensor, value)
-        with torch.no_grad():
-            tensor.add_(1.0)
-
-
 @OF_THE_CPU_DEVICE
 def test_an_array_made_of_a_resident_chunk_outlives_the_model() -> None:
     boosted = resident_tower()
@@ -443,46 +396,7 @@ def test_an_error_that_streaming_gives_is_the_same_error() -> None:
     assert messages[0].partition("available")[0] == messages[1].partition("available")[0]
 
 
-def test_a_skipped_step_leaves_resident_chunks_alone() -> None:
-    boosted = resident_tower(precision="fp16", initial_scale=2.0**8)
-    before = copies(boosted.model.parameters())
-    boosted.booster.backward(loss_of(boosted.model, 7) * float("inf"), boosted.optimizer)
-    with pytest.warns(RuntimeWarning, match="skipped"):
-        boosted.optimizer.step()
-    boosted.optimizer.zero_grad()
-    assert_same_weights(boosted.model, before)
-
-
 # --- saving and loading -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
-def test_checkpoints_hold_resident_chunks_and_load_into_them(
-    tmp_path: Path, precision: str, state_format: str
-) -> None:
-    settings: dict[str, Any] = {"precision": precision, "optim_state_format": state_format}
-    saved = train(gpt2(**settings), 3)
-    assert saved.report().resident_chunks > 0
-    saved.booster.save(tmp_path / "run", saved.model, saved.optimizer)
-    expected = train(saved, 2, first=3)
-    fresh, used = gpt2(**settings), train(gpt2(**settings), 3, first=50)
-    stays = gpt2(**STAY, **settings)
-    for other in (fresh, used, stays):
-        other.booster.load(tmp_path / "run", other.model, other.optimizer)
-        assert_same(train(other, 2, first=3), expected)
-
-
-def test_state_dicts_go_in_and_out() -> None:
-    boosted, other = resident_tower(steps=4), resident_tower(steps=2)
-    other.model.load_state_dict(boosted.model.state_dict())
-    other.optimizer.load_state_dict(boosted.optimizer.state_dict())
-    assert_same(other, boosted)
-    for each in (boosted, other):
-        each.step(loss_of(each.model, 9))
-    assert_same(other, boosted)
-    plain: nn.Module = tower()
-    plain.load_state_dict(boosted.model.state_dict())
-    assert_same_weights(plain, boosted.model.parameters())
 
 
 Use = Callable[[Boosted], Any]

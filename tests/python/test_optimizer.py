@@ -26,7 +26,7 @@ from helpers import (
     losses_of_boosted,
     tight_memory,
 )
-from zoo import Tower, tower, tower_batch, tower_loss
+from zoo import Tower, tower, tower_loss
 
 # --- HybridAdam alone ---------------------------------------------------------------------------
 
@@ -272,37 +272,6 @@ def test_gradient_stays_visible_until_zero_grad(set_to_none: bool) -> None:
         assert param.grad is None if set_to_none else not param.grad.any()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("by_model", [True, False])
-def test_zero_grad_of_either_kind_trains_as_plain(set_to_none: bool, by_model: bool) -> None:
-    plain, model = tower(), tower()
-    own, boosted = AdamW(plain.parameters(), lr=LR), boost(model, tight())
-    if by_model:  # Hugging Face's Trainer never calls optimizer.zero_grad
-
-        class Zero:
-            def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-                self.step, self.zero_grad = optimizer.step, model.zero_grad
-
-        pair: tuple[Any, Any] = (Zero(own, plain), Zero(boosted.optimizer, model))
-    else:
-        pair = (own, boosted.optimizer)
-    expected = train(plain, pair[0], set_to_none=set_to_none)
-    assert_close_losses(train(model, pair[1], set_to_none=set_to_none), expected)
-
-
-def test_accumulated_micro_batches_equal_one_large_batch() -> None:
-    def large(model: nn.Module, seed: int) -> torch.Tensor:
-        parts = [tower_batch(4 * seed + k) for k in range(4)]
-        return model(**{key: torch.cat([part[key] for part in parts]) for key in parts[0]})
-
-    one, four = boost(tower()), boost(tower())
-    expected = losses_of_boosted(one, large, steps=5)
-    actual = train(four.model, four.optimizer, steps=5, micro_batches=4)
-    for a, b in zip(actual, expected, strict=True):
-        assert a == pytest.approx(b, rel=1e-5)
-    assert_close_weights(four.model, one.model)
-
-
 @pytest.mark.parametrize("max_norm", [0.0, 1e-3])
 def test_the_last_steps_norm_is_reported(max_norm: float) -> None:
     boosted = boost(tower(), max_norm=max_norm)
@@ -380,16 +349,3 @@ def test_other_optimizer_gives_the_weights_of_plain(name: str) -> None:
     assert_close_weights(model, plain, atol=1e-5)
     report = boosted.report()
     assert report.peak_device_bytes <= report.device_budget_bytes
-
-
-def test_step_hooks_run_once_after_load_state_dict():
-    model = nn.Linear(4, 4)
-    optimizer = AdamW(model.parameters())
-    plugin = castor.GeminiPlugin(device="cpu")
-    castor.Booster(plugin=plugin).boost(model, optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    assert calls == ["pre"]

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 import castor
 from helpers import (
     LR,
-    Boosted,
     assert_close,
     assert_close_losses,
     assert_close_weights,
@@ -21,10 +20,9 @@ from helpers import (
     copies,
     go_on,
     losses_of_boosted,
-    losses_of_plain,
     plain_steps,
 )
-from zoo import tower, tower_batch, tower_loss
+from zoo import tower, tower_batch
 
 
 def assert_same_layout(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -154,17 +152,6 @@ def test_step_hooks_run_once_after_a_load() -> None:
     assert calls == ["pre", "post"]
 
 
-def test_lr_of_a_loaded_state_counts() -> None:
-    slow = boost(tower(), optimizer=None)
-    slow.optimizer.param_groups[0]["lr"] = 0.0
-    state = slow.optimizer.state_dict()
-    boosted = boost(tower())
-    boosted.optimizer.load_state_dict(state)
-    before = copies(boosted.model.parameters())
-    go_on(boosted, 0, steps=2)
-    assert_same_weights(boosted.model, before)
-
-
 def test_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     boosted, other = boost(tower()), boost(tower(width=16))
     go_on(boosted, 0)
@@ -199,22 +186,3 @@ def test_state_in_the_dict_is_current_and_edits_of_it_count() -> None:
     go_on(boosted, 3, steps=1)
     for param, value in zip(boosted.model.parameters(), before, strict=True):
         assert_close(param.detach(), value, rtol=0, atol=1e-7)
-
-
-def test_state_of_another_optimizer_saves_and_loads() -> None:
-    def sgd() -> Boosted:
-        model = tower()
-        return boost(model, optimizer=SGD(model.parameters(), lr=0.1, momentum=0.9))
-
-    boosted, resumed = sgd(), sgd()
-    go_on(boosted, 0)
-    resumed.model.load_state_dict(boosted.model.state_dict())
-    resumed.optimizer.load_state_dict(copy.deepcopy(boosted.optimizer.state_dict()))
-    assert go_on(resumed, 4) == go_on(boosted, 4)
-
-
-def test_state_of_a_plain_run_matches_within_rounding() -> None:
-    plain, boosted = tower(), boost(tower())
-    losses_of_plain(plain, tower_loss, steps=10)
-    losses_of_boosted(boosted, tower_loss, steps=10)
-    assert_close_weights(boosted.model, plain, atol=2e-6)
