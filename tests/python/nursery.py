@@ -4,9 +4,11 @@
 standard output and errors and one for what becomes of it: its number, and then its exit code. The
 process is forked before torch starts a thread, runs what python would of those arguments (a script,
 or -m and a module; -W error before it, if anything), and ends as any other does, or with this one,
-which ends with whoever asked.
+which ends with whoever asked. A request may ask for the end of a script without what Python tears
+down then: three quarters of the time of a short one.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -17,6 +19,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -113,6 +116,12 @@ def main() -> None:
     script, *_ = sys.argv[:] = arguments
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
+    if request["quick"]:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 main()

@@ -46,6 +46,7 @@ class Rank:
         directory: Path,
         *arguments: str,
         held_port: socket.socket | None = None,
+        quick: bool = False,
     ) -> None:
         """Args:
         nursery: Of the nursery that starts it.
@@ -53,11 +54,13 @@ class Rank:
         directory: What it runs in.
         arguments: The script and its own.
         held_port: Of where it meets others: nobody is given it while this process lives.
+        quick: Whether it ends without what Python tears down, if it ends well.
         """
         self._said = [os.memfd_create(name) for name in ("output", "errors")]
         read, written = os.pipe()
         request = {
             "arguments": arguments, "environment": environment, "directory": str(directory),
+            "quick": quick,
         }  # fmt: skip
         socket.send_fds(nursery, [json.dumps(request).encode()], [*self._said, written])
         os.close(written)
@@ -145,7 +148,10 @@ def start(scenario: Scenario, size: int, directory: Path, *, nodes: int = 1) -> 
             # Of two: neighbours hash strings differently, as processes of their own do.
             script = (scenario.__code__.co_filename, scenario.__name__, str(directory))
             channel, _ = nursery(rank % 2)
-            ranks.append(Rank(channel, environment, directory, *script, held_port=holder))
+            # Rank 0 ends as any process does.
+            ranks.append(
+                Rank(channel, environment, directory, *script, held_port=holder, quick=rank > 0)
+            )
     return ranks
 
 
