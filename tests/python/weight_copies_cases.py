@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,25 +12,18 @@ from torch import distributed
 
 from grids import some
 from helpers import copies
-from rank_cases import CLOSE, EXACT, TOWER, RankCase, _of_rank, _tower_loss, boost, train
+from rank_cases import TOWER, RankCase, _of_rank, _tower_loss, boost, train
 from zero_stage_cases import DEEP, TIGHT, _over_the_group, chunk_bytes, lose_rank_1, steps_of
 from zero_stage_cases import SAVED as SAVED_IN_PARTS
-from zoo import tower, tower_batch, tower_loss
 
 SIZE = 4
-FP32 = some({
-    **{name: EXACT[name] for name in ("uneven", "packed", "lazy")},
+FP32 = {
     "tight": TIGHT,
     "overlap": replace(TIGHT, settings=TIGHT.settings | {"overlap": "forward"}),
-}, "uneven", "lazy", "tight", "overlap")  # fmt: skip
-"""The bits of one process."""
-ROUNDED = some(
-    {name: CLOSE[name] for name in ("bf16 split", "accumulated", "deferred", "nvme states")},
-    "bf16 split", "deferred",
-)  # fmt: skip
-"""The bits of one copy."""
+}
+"""The bits of one process; all formats are in tests/cpp/store/stores_model_test.cc."""
 NUM_COPIES = {"tight": (1, 2, 4), "overlap": (2, 4)}
-"""By case; all others of FP32 with 2, and of ROUNDED with 1 and 2."""
+"""By case."""
 SAVED = some(SAVED_IN_PARTS, "fp32")
 
 
@@ -41,8 +33,8 @@ def copied(case: RankCase, num_copies: int) -> RankCase:
 
 def trained(directory: Path) -> None:
     with _over_the_group() as rank:
-        for name, case in (FP32 | ROUNDED).items():
-            for num_copies in NUM_COPIES.get(name, (1, 2) if name in ROUNDED else (2,)):
+        for name, case in FP32.items():
+            for num_copies in NUM_COPIES[name]:
                 boosted = train(copied(case, num_copies), (rank,), steps=steps_of(name))
                 distributed.barrier()  # they were read of each other
                 weights, losses, report = boosted
@@ -82,42 +74,6 @@ def seams(_: Path) -> None:
                       report.rank_sent_bytes - before.rank_sent_bytes,
                       sum(chunk_bytes(boosted.model)), report.num_chunks, len(whole))  # fmt: skip
                 before = report
-
-
-def alone(_: Path) -> None:
-    """One rank of each copy, and then another, evaluates and reads weights between steps."""
-    with _over_the_group() as rank:
-        boosted = boost(copied(replace(TIGHT, settings=TIGHT.settings | {"overlap": "forward"}), 2))
-        for step in range(4):
-            boosted.step(_tower_loss(boosted.model, step, 0))
-            if rank == step:
-                with torch.no_grad():
-                    loss = tower_loss(boosted.model, 9)
-                state = {name: value.clone() for name, value in boosted.model.state_dict().items()}
-                plain = tower()
-                plain.load_state_dict(state)
-                print(torch.equal(loss, tower_loss(plain, 9)))
-            distributed.barrier()
-
-
-def skipped(directory: Path) -> None:
-    """A gradient of rank 3 is not finite in the second of three steps."""
-    with _over_the_group() as rank:
-        for num_copies in (1, 2):
-            boosted = boost(copied(TIGHT, num_copies), precision="fp16", initial_scale=2.0**8)
-            for step in range(3):
-                batch = tower_batch(10 * step + rank)
-                if (rank, step) == (3, 1):
-                    batch["x"][0, 0] = float("inf")
-                boosted.booster.backward(boosted.model(**batch), boosted.optimizer)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of the skip, which names the parameter
-                    boosted.optimizer.step()
-                boosted.optimizer.zero_grad()
-            found = copies(boosted.model.parameters())
-            torch.save(found, directory / f"{num_copies}.{rank}.pt")
-            print(boosted.booster.report(boosted.model).skipped_steps)
-            distributed.barrier()
 
 
 def saves(directory: Path) -> None:
