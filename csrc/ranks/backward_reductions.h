@@ -57,6 +57,11 @@ class BackwardReductions {
   /// Waits until the next completed chunk has been reduced or is left to the end of the pass,
   /// however late the other ranks are. Returns false at once where no completed chunk is left.
   [[nodiscard]] bool wait_for_next();
+  /// Returns the number of chunks of the pass that have been reduced or left to its end.
+  [[nodiscard]] std::size_t num_taken() const {
+    const MutexLock lock(mutex_);
+    return next_;
+  }
   /// Returns the number of completed chunks that have not been taken.
   [[nodiscard]] std::size_t num_waiting() const {
     const MutexLock lock(mutex_);

@@ -110,13 +110,14 @@ void RankGradients::arriving(ChunkId chunk, OperatorGate& gate) {
   }
   gate.pass(gradient_group(layout_, chunk));  // the last update may still read what it will hide
   gradients_.leave_to_holders(chunk);
-  for (bool waited = true; waited;) {
+  for (;;) {
+    const std::size_t num_taken = reductions_->num_taken();
     try {
       begin_copy(chunk);
       return;
     } catch (const OutOfMemory&) {
-      waited = reductions_->wait_for_next();
-      if (!waited) {
+      // The last copy that waited may have been freed since it was tried.
+      if (!reductions_->wait_for_next() && reductions_->num_taken() == num_taken) {
         throw;
       }
     }
