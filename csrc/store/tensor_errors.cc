@@ -47,14 +47,14 @@ UsageError other_loss_scale(const std::string& param, double scale, double other
 }
 
 UsageError edited_while_scaled(const std::string& param, double scale) {
-  return UsageError(gradient_of(param) + " was edited while it carries the loss scale " +
-                    std::to_string(scale) +
+  return UsageError("the gradient of parameter '" + param +
+                    "' was edited while it carries the loss scale " + std::to_string(scale) +
                     "; clip with GeminiPlugin(max_norm=...), which knows the scale");
 }
 
 UsageError edited_where_sharded(const std::string& param) {
-  return UsageError(gradient_of(param) +
-                    " was edited in place, and ranks shard this model: "
+  return UsageError("the gradient of parameter '" + param +
+                    "' was edited in place, and ranks shard this model: "
                     "clip_grad_norm_ takes the norm of this rank's part for the model's; clip "
                     "with the plugin's max_norm, which counts all parts, and edit gradients in "
                     "hooks (param.register_hook) or assign them");

@@ -148,8 +148,9 @@ def test_from_an_upload_to_a_served_model(browser: Chromium, home: Path) -> None
         wait_for(kept.is_file)
         answer = json.loads(kept.read_text())[1]["content"]
         assert answer
-        shown = page.locator("#talk .bot").inner_text()
-        assert re.findall(r"\w+", answer)[:3] == re.findall(r"\w+", shown)[:3]
+        begin = re.findall(r"\w+", answer)[:3]
+        talk = page.locator("#talk .bot")  # which gets the last words behind the file
+        wait_for(lambda: re.findall(r"\w+", talk.inner_text())[:3] == begin)
 
         open_tab(browser, "Deploy")
         press(browser, "Stop")
