@@ -75,12 +75,11 @@ function(castor_precompile_torch target)
   endif()
 endfunction()
 
-# castor_link_torch_copies(TARGET): gives a program the synchronous copy engine and what that needs of
+# castor_link_torch_copies(TARGET): gives a program copy_on_cpu, the CPU device's copy, and what that needs of
 # csrc/torch and of torch, without linking Python.
 function(castor_link_torch_copies target)
   set(sources "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../csrc/torch")
-  target_sources(${target} PRIVATE "${sources}/chunk_storages.cc" "${sources}/storage_writes.cc"
-                                   "${sources}/torch_copy_engine.cc")
+  target_sources(${target} PRIVATE "${sources}/chunk_storages.cc" "${sources}/storage_writes.cc")
   target_include_directories(
     ${target} SYSTEM PRIVATE $<TARGET_PROPERTY:castor::torch,INTERFACE_INCLUDE_DIRECTORIES>)
   target_compile_definitions(

@@ -24,8 +24,9 @@
 #include "host/host_arena.h"
 #include "parallel/async_copy_engine.h"
 #include "parallel/cores.h"
+#include "parallel/immediate_copy_engine.h"
 #include "parallel/tbb_executor.h"
-#include "torch/torch_copy_engine.h"
+#include "torch/chunk_storages.h"
 
 namespace {
 
@@ -113,7 +114,9 @@ int measure(std::size_t buffer_bytes, std::size_t piece_bytes, std::size_t repet
             std::uint64_t link_bytes_per_second) {
   Job job(buffer_bytes, piece_bytes);
   castor::TbbExecutor executor;
-  castor::TorchCopyEngine torch;
+  castor::ImmediateCopyEngine torch([](const castor::CopyRequest& request) {
+    castor::copy_on_cpu(request.source, request.target.data());
+  });
   castor::AsyncCopyEngine async;
   const std::size_t num_threads = castor::num_available_cores();
 
