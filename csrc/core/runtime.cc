@@ -397,14 +397,13 @@ bool Runtime::begin_rows(std::span<const ChunkId> chunks) {
   if (mode_ != PassMode::kInference || frames_.no_forward() || !may_leave(chunks)) {
     return false;
   }
-  std::vector<ChunkId> leaving;
+  const CauseScope cause(timeline_, TransferCause::kPlan);
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
     if (layout_.chunk(chunk).by_row && manager_.pins(chunk) == 0) {
-      leaving.push_back(chunk);
+      leave_slot(chunk);
     }
   }
-  leave_slots(leaving);
   return true;
 }
 
@@ -413,7 +412,10 @@ bool Runtime::begin_rows_of_step(std::span<const ChunkId> chunks) {
   if (mode_ != PassMode::kTraining || !plan_ || !may_leave(chunks)) {
     return false;
   }
-  leave_slots(chunks);
+  const CauseScope cause(timeline_, TransferCause::kPlan);
+  for (const ChunkId chunk : chunks) {
+    leave_slot(chunk);
+  }
   return true;
 }
 
@@ -423,13 +425,10 @@ bool Runtime::may_leave(std::span<const ChunkId> chunks) const {
   });
 }
 
-void Runtime::leave_slots(std::span<const ChunkId> chunks) {
-  const CauseScope cause(timeline_, TransferCause::kPlan);
-  for (const ChunkId chunk : chunks) {
-    if (manager_.residency().in_slot(chunk)) {
-      manager_.evict(chunk);
-      prefetched_[index(chunk)] = false;
-    }
+void Runtime::leave_slot(ChunkId chunk) {
+  if (manager_.residency().in_slot(chunk)) {
+    manager_.evict(chunk);
+    prefetched_[index(chunk)] = false;
   }
 }
 

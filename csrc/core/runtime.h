@@ -203,7 +203,7 @@ class Runtime final : public Reclaimer {
   void announce_params(const UpcomingModule& upcoming) CASTOR_REQUIRES(mutex_);
   void all_to_host() CASTOR_REQUIRES(mutex_);
   [[nodiscard]] bool may_leave(std::span<const ChunkId> chunks) const CASTOR_REQUIRES(mutex_);
-  void leave_slots(std::span<const ChunkId> chunks) CASTOR_REQUIRES(mutex_);
+  void leave_slot(ChunkId chunk) CASTOR_REQUIRES(mutex_);
   /// Brings idle() up to date.
   void note_frames() noexcept CASTOR_REQUIRES(mutex_) {
     idle_.store(frames_.no_forward(), std::memory_order_release);

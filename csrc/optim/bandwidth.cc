@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -28,7 +27,8 @@ struct IncrementLoop {
   }
 };
 
-/// Returns the median of the seconds that `pass` takes, after one pass that is not counted.
+}  // namespace
+
 double median_seconds(const std::function<void()>& pass, std::size_t repetitions) {
   using Clock = std::chrono::steady_clock;
   pass();
@@ -42,8 +42,6 @@ double median_seconds(const std::function<void()>& pass, std::size_t repetitions
   std::nth_element(seconds.begin(), middle, seconds.end());
   return *middle;
 }
-
-}  // namespace
 
 double in_place_bandwidth(Executor& executor, std::span<float> array, std::size_t repetitions) {
   if (array.empty() || repetitions == 0) {

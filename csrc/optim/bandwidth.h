@@ -1,11 +1,16 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <span>
 
 #include "core/executor.h"
 
 namespace castor {
+
+/// Returns the median of the seconds that `pass` takes in `repetitions` runs, at least 1, after one
+/// that is not counted.
+[[nodiscard]] double median_seconds(const std::function<void()>& pass, std::size_t repetitions);
 
 /// Measures the bandwidth, in bytes per second, of the in-place stream `a[i] += 1`, reads and
 /// writes counted (8 bytes per element). A state update bound by memory can reach no more here.

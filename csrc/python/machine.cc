@@ -4,8 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -111,17 +109,7 @@ double copy_bandwidth(std::size_t num_bytes, std::size_t repetitions) {
                                  .target = {target.data(), num_bytes},
                                  .direction = CopyDirection::kHostToDevice}));
   };
-  copy();  // touches the pages and wakes the threads
-  using Clock = std::chrono::steady_clock;
-  std::vector<double> seconds(repetitions);
-  for (double& elapsed : seconds) {
-    const auto start = Clock::now();
-    copy();
-    elapsed = std::chrono::duration<double>(Clock::now() - start).count();
-  }
-  const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(repetitions / 2);
-  std::nth_element(seconds.begin(), middle, seconds.end());
-  return static_cast<double>(num_bytes) / *middle;
+  return static_cast<double>(num_bytes) / median_seconds(copy, repetitions);
 }
 
 }  // namespace

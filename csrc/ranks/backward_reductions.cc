@@ -146,8 +146,7 @@ void BackwardReductions::work(const std::stop_token& stop) {
     bool all = false;
     std::exception_ptr failure;
     try {
-      const std::vector<std::uint8_t> votes = gather(*ranks_, static_cast<std::uint8_t>(own));
-      all = std::count(votes.begin(), votes.end(), 0) == 0;
+      all = all_true(*ranks_, own);
       if (all) {
         reduce_(chunk);
       }

@@ -31,8 +31,8 @@ void share_bytes(const SharedHostStorage& shared_storage, const Payload& weights
 /// Elsewhere the shards are gathered: (n-1)/n of the bytes are sent. Weights in memory of a device
 /// that the host does not address pass through DeviceStaging.
 ///
-/// Where every rank has the weights on its device, a backend gathers the shards there, if there is
-/// one. Shared host storage of such weights is given the shards as well.
+/// A backend, where there is one, gathers the shards of weights that every rank has on its device.
+/// Shared host storage of such weights is given the shards as well.
 ///
 /// Owned by the session. Used by one thread at a time, the one that runs updates. Every rank runs
 /// the same updates in the same order.

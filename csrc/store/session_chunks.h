@@ -64,8 +64,8 @@ class SessionChunks {
     return sharded_gradients(chunk) || manager_->gradients_stored(chunk);
   }
   /// Returns how operators on the chunk's parameters or gradients have to be guarded. On a device
-  /// whose freed memory is lent out at once, what an operator has the address of must not leave
-  /// before its kernel is given to a stream (docs/design/0021).
+  /// whose freed memory is given out again at once, what an operator has the address of must not
+  /// leave before its kernel is given to a stream (docs/design/0021).
   [[nodiscard]] GateGroups::Guard guard_of(ChunkId chunk, PayloadKind kind) const;
   /// Returns torch's message to whoever asks for the address of such gradients, or of such
   /// parameters. Requires that there are some.

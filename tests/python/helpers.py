@@ -1,7 +1,9 @@
 """Training loops to compare: plain PyTorch, and castor inside a tight budget."""
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,17 @@ FORMATS_AND_OVERLAPS = [
 """And what updates run beside: fp16's loss scale wants all gradients before the first of them."""
 PARAM_ALIGNMENT = 64
 """Bytes at which a chunk aligns its parameters (kParamAlignment in csrc/core/ids.h)."""
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Has nothing but reference counts free objects, after one collection of garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def param_bytes(model: nn.Module, element_size: int = 4) -> int:

@@ -31,6 +31,7 @@ from helpers import (
     copies,
     on_device_of,
     train_on,
+    without_collections,
 )
 from test_recomputed_blocks import (
     MODELS,
@@ -704,16 +705,12 @@ def test_a_switch_that_is_turned_afterwards_counts() -> None:
 
 
 def test_a_model_that_is_dropped_gives_its_memory_back_at_once() -> None:
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collections():
         boosted = boost(DEEP.model(), activations="auto")
         train_on(boosted, DEEP, steps=2)
         engine = weakref.ref(engine_of(boosted.model))
         del boosted
         assert engine() is None
-    finally:
-        gc.enable()
 
 
 def test_deep_gpt2_with_dropout() -> None:

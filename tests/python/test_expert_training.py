@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,15 @@ import transformers as hf
 from torch import nn
 
 from castor.integrations import transformers as integration
-from helpers import Boosted, assert_equal, boost, on_device_of, param_bytes, plugin
+from helpers import (
+    Boosted,
+    assert_equal,
+    boost,
+    on_device_of,
+    param_bytes,
+    plugin,
+    without_collections,
+)
 from simulated import Simulation
 from test_experts import EXPERT_BYTES, EXPERTS, LAYERS, MODELS, Routed, qwen3, seeded
 from trainer_cases import Tokens, arguments, logged
@@ -254,13 +261,9 @@ def test_a_graph_that_is_dropped_is_freed_at_once() -> None:
     hook = Nothing()
     loss.grad_fn.register_hook(hook)
     alive = weakref.ref(hook)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collections():
         del loss, hook
         assert alive() is None
-    finally:
-        gc.enable()
 
 
 def test_same_bits_on_a_simulated_device(simulated: Simulation) -> None:

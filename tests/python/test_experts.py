@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,16 @@ from torch import nn
 
 import castor
 from castor.runtime.engine import engine_of
-from helpers import Boosted, assert_equal, equal, exact_state, on_device_of, param_bytes, plugin
+from helpers import (
+    Boosted,
+    assert_equal,
+    equal,
+    exact_state,
+    on_device_of,
+    param_bytes,
+    plugin,
+    without_collections,
+)
 from helpers import boost as boost_trained
 from simulated import Simulation
 from zoo import VOCABULARY
@@ -449,10 +457,6 @@ def test_a_model_that_is_dropped_is_freed_at_once() -> None:
     model = seeded(qwen3)
     boosted, alive = boost(model), weakref.ref(model)
     generate(model)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collections():
         del boosted, model
         assert alive() is None
-    finally:
-        gc.enable()

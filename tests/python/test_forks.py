@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from castor.runtime.engine import engine_of
-from helpers import Boosted, boost
+from helpers import Boosted, boost, without_collections
 from zoo import tower, tower_batch
 
 MIB = 2**20
@@ -153,9 +153,7 @@ def test_workers_with_a_dataset_that_holds_the_model() -> None:
 
 
 def test_a_child_may_collect_an_optimizer_whose_model_is_gone(tmp_path: Path) -> None:
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collections():
         boosted = trained(nvme_path=tmp_path, nvme_offload_fraction=1.0)
         session = weakref.ref(engine_of(boosted.model).session)
         schedule: dict[str, Any] = {"optimizer": boosted.optimizer}
@@ -163,8 +161,6 @@ def test_a_child_may_collect_an_optimizer_whose_model_is_gone(tmp_path: Path) ->
         del boosted, schedule
         assert session() is not None  # it waits for the garbage collector
         assert in_child(lambda: gc.collect() > 0) == "True"
-    finally:
-        gc.enable()
     gc.collect()
     assert session() is None
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ import torch
 import castor
 import parallel_cases
 from castor.runtime.engine import engine_of
-from helpers import Boosted, assert_equal, boost, copies, go_on
+from helpers import Boosted, assert_equal, boost, copies, go_on, without_collections
 from rank_processes import found
 from simulated import Simulation
 from zoo import tower, tower_batch, tower_loss
@@ -98,12 +98,9 @@ def test_reference_counts_alone_let_them_go() -> None:
     boosted = boost(tower())
     go_on(boosted)
     booster, engine = boosted.booster, weakref.ref(engine_of(boosted.model))
-    gc.disable()
-    try:
+    with without_collections():
         del boosted
         assert engine() is None
-    finally:
-        gc.enable()
     del booster
 
 

@@ -40,7 +40,6 @@ class OnCastor:
     """The plugin that a script gave; None where castor run chose it."""
 
     def _boost_with(self, model: nn.Module, *optimizers: Optimizer) -> None:
-        self._check_boosted(model)
         boost(self.castor, model, optimizers)
 
     def _check_boosted(self, model: nn.Module) -> None:

@@ -149,9 +149,8 @@ class _OnCastor(OnCastor):
         """The Trainer's optimizer, boosted with its model."""
         optimizer = self._super.create_optimizer(model)
         own = unwrapped(optimizer)
-        if boosted(own):
-            self._check_boosted(self.model)
-        else:
+        self._check_boosted(self.model)
+        if not boosted(own):
             self._boost_with(self.model, own)
         return optimizer
 

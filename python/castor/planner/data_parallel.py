@@ -14,7 +14,7 @@ from castor.errors import UsageError
 from castor.estimate.estimator import size
 from castor.estimate.workload import Workload
 from castor.planner.cluster import Cluster
-from castor.planner.layout_report import BOUNDS
+from castor.planner.layout_report import BOUNDS, exposed
 from castor.planner.layout_search import LayoutSearch
 from castor.planner.layouts import Layout, LayoutActivations
 from castor.planner.replicas import sent_between_replicas
@@ -122,8 +122,8 @@ def render(estimate: RanksEstimate, workload: Workload, on: Cluster, console: Co
     table.add_row("step", f"{estimate.step_time_s:.2f} s")
     table.add_row("bound by", BOUNDS[estimate.bound])
     table.add_row("tokens/s", f"{estimate.tokens_per_s:,.0f} on all")
-    exposed = f"{1e3 * estimate.exposed_s:.3g} ms, {estimate.exposed_share:.1%} of the step"
-    table.add_row("communication", f"{exposed} that no computing hides")
+    hidden_by_nothing = exposed(estimate.exposed_s, estimate.exposed_share)
+    table.add_row("communication", f"{hidden_by_nothing} of the step that no computing hides")
     table.add_row("sent in a step", f"{size(estimate.node_bytes)} a rank within a node, "
                                     f"{size(estimate.network_bytes)} to others")  # fmt: skip
     busy = (f"{name} {seconds:.2f} s" for name, seconds in estimate.busy_s.items() if seconds)

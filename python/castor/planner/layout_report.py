@@ -154,9 +154,14 @@ def ranks_of(layout: Layout) -> str:
     return ", ".join([*found, *filter(None, [layout.sequence_parallelism])]) or "one"
 
 
-def exposed_of(cost: LayoutCost) -> str:
+def exposed(seconds: float, share: float) -> str:
     """Describes the communication that no computing hides, such as "12.3 ms, 2.4%"."""
-    return f"{1e3 * cost.exposed:.3g} ms, {cost.exposed_share:.1%}"
+    return f"{1e3 * seconds:.3g} ms, {share:.1%}"
+
+
+def exposed_of(cost: LayoutCost) -> str:
+    """Describes the communication of a layout that no computing hides."""
+    return exposed(cost.exposed, cost.exposed_share)
 
 
 def schedule_of(layout: Layout) -> str:

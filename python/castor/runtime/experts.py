@@ -308,7 +308,8 @@ class ExpertCall:
         """
         hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         checkpoint = (
-            getattr(hooks and hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+            not torch.is_grad_enabled()
+            or getattr(hooks and hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
         )
         again = torch._C._current_graph_task_id() != -1
         decided = self._decided.get(tuple(needed)) if again else None
@@ -325,7 +326,7 @@ class ExpertCall:
         rows: Rows | None = self._rows.fetch(needed) if by_row else None
         if decided and rows is None:  # a checkpoint wants what its first forward had
             rows = self._rows.read(needed)
-        if not again and (checkpoint or not torch.is_grad_enabled()):
+        if not again and checkpoint:
             self._decided[tuple(needed)] = rows is not None
             while len(self._decided) > _DECISIONS:
                 del self._decided[next(iter(self._decided))]
@@ -333,10 +334,10 @@ class ExpertCall:
             return None
         if again:
             self._rows.steps.backward(self._rows, needed)
-        elif checkpoint or not torch.is_grad_enabled():
+        elif checkpoint:
             self._rows.steps.forward(self._rows, needed)
         # A checkpoint keeps no rows in forward, and needs them at once in backward.
-        keeps = checkpoint or again or not torch.is_grad_enabled()
+        keeps = checkpoint or again
         return _StepCall(rows, needed, None if keeps else SavedRows(self._rows, needed, hooks))
 
     def _implementation(self, module: nn.Module) -> str:

@@ -29,13 +29,7 @@ constexpr std::size_t kChunk = 4 * kNumel;
 constexpr std::size_t kChunks = 3;
 constexpr double kRate = 0.5;
 
-Bytes floats(float value, std::size_t numel = kNumel) {
-  Bytes bytes(4 * numel);
-  for (std::size_t i = 0; i < numel; ++i) {
-    std::memcpy(bytes.data() + 4 * i, &value, 4);
-  }
-  return bytes;
-}
+Bytes floats(float value, std::size_t numel = kNumel) { return filled_with(value, numel); }
 
 float first_of(const Bytes& bytes) {
   float value = 0;

@@ -29,13 +29,7 @@ constexpr std::size_t kNumel = 1024;
 constexpr std::size_t kChunk = 4 * kNumel;  // a page
 constexpr std::size_t kChunks = 6;
 
-Bytes floats(float value) {
-  Bytes bytes(kChunk);
-  for (std::size_t i = 0; i < kNumel; ++i) {
-    std::memcpy(bytes.data() + 4 * i, &value, 4);
-  }
-  return bytes;
-}
+Bytes floats(float value) { return filled_with(value, kNumel); }
 
 /// Gradients of a TestStore, which no tensor shows.
 class StoredGradients final : public ChunkGradients {

@@ -30,13 +30,7 @@ constexpr std::size_t kChunk = 4 * kNumel;
 constexpr std::size_t kChunks = 2;
 constexpr double kRate = 0.5;
 
-Bytes floats(float value) {
-  Bytes bytes(kChunk);
-  for (std::size_t i = 0; i < kNumel; ++i) {
-    std::memcpy(bytes.data() + 4 * i, &value, 4);
-  }
-  return bytes;
-}
+Bytes floats(float value) { return filled_with(value, kNumel); }
 
 /// Returns whether every element is a first step away from 0.
 bool updated(const Bytes& values) {

@@ -53,6 +53,15 @@ struct StoreOptions {
   std::optional<DeviceShare> device_share;  // nullopt: the host updates what is in its memory
 };
 
+/// Returns the bytes of so many floats of one value.
+inline std::vector<std::byte> filled_with(float value, std::size_t numel) {
+  std::vector<std::byte> bytes(sizeof(float) * numel);
+  for (std::size_t i = 0; i < numel; ++i) {
+    std::memcpy(bytes.data() + sizeof(float) * i, &value, sizeof(float));
+  }
+  return bytes;
+}
+
 /// The groups of one rank of a test that calls all of them on one thread.
 inline RankGroups groups_of(Collectives& rank, ThreadMessages* messages = nullptr) {
   const std::shared_ptr<Collectives> all(&rank, [](Collectives*) {});
