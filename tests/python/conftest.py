@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Every test starts from the same random state."""
+    random.seed(0)
     torch.manual_seed(0)
 
 
