@@ -104,7 +104,7 @@ std::vector<T> gather(Collectives& ranks, const T& own) {
 }
 
 /// Returns when every rank is here.
-inline void meet(Collectives& ranks) { static_cast<void>(gather(ranks, std::byte{})); }
+inline void barrier(Collectives& ranks) { static_cast<void>(gather(ranks, std::byte{})); }
 
 /// Returns the result of `call`. Where it throws, this rank leaves the others, so that none waits
 /// for it, and the exception goes on.

@@ -465,7 +465,7 @@ PYBIND11_MODULE(_C, m) {
       .def("refuse_gradient_edits", [](Session& session) { session.gradients().refuse_edits(); })
       .def("update", &castor::update, py::arg("groups"), py::arg("group_of"), py::arg("grad_scale"))
       .def("arm_updates", &castor::arm_updates, py::arg("groups"), py::arg("group_of"))
-      .def("meet_to_load", &Session::meet_to_load, released)
+      .def("barrier_to_load", &Session::barrier_to_load, released)
       .def("begin_load", castor::with_run_load(&Session::begin_load), py::kw_only(),
            py::arg("weights"), py::arg("states"), released)
       .def("end_load", castor::with_run_load(&Session::end_load), py::kw_only(), py::arg("weights"),

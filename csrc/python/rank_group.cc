@@ -240,10 +240,10 @@ void bind_rank_group(py::module_& module) {
           py::arg("own"), py::arg("place"))
       .def("broadcast", &broadcast, py::arg("values"), Released())
       .def(
-          "meet",
+          "barrier",
           [](GroupCollectives& ranks, std::string place) {
             ranks.set_place(std::move(place));
-            meet(ranks);
+            barrier(ranks);
           },
           py::arg("place"), Released());
   py::class_<RankTensors>(module, "RankTensors")

@@ -59,10 +59,10 @@ void NodeCollectives::ring_shift(std::span<const std::byte> sent, std::span<std:
   over_group([&] { group_->ring_shift(sent, received); });
 }
 
-// The ranks of a machine meet before: there who is gone has a name, as it has who goes meanwhile.
+// A barrier of the machine's ranks comes before: it names a rank that is gone, or goes meanwhile.
 void NodeCollectives::over_group(const std::function<void()>& call) {
   or_leave(*this, [&] {
-    meet(*node_);
+    barrier(*node_);
     try {
       call();
     } catch (const Error&) {

@@ -60,7 +60,7 @@ void RankReduction::reduce(Payload& gradients, ScalarType type) {
     staging_.send(gradients, all);
     return;
   }
-  meet(*ranks_.node());
+  barrier(*ranks_.node());
   if (staging_.staged(gradients)) {
     gradients.drop_copy();
     staging_.send(gradients, staging_.on_host(gradients));

@@ -8,7 +8,7 @@ namespace castor {
 namespace {
 
 constexpr std::size_t kSumWindowBytes = std::size_t{4} << 20;
-/// Up to this size all ranks send all they have, and meet once instead of twice.
+/// Up to this size all ranks send all they have, with one barrier instead of two.
 constexpr std::size_t kGatheredBytes = std::size_t{64} << 10;
 
 }  // namespace

@@ -100,7 +100,7 @@ void RankWeights::take_remote_shards(std::span<const Payload* const> weights) {
   if (gathers_) {
     on_devices = on_all_devices(weights);
   } else {
-    meet(*ranks_->node());
+    barrier(*ranks_->node());
   }
   for (std::size_t i = 0; i < weights.size(); ++i) {
     const Payload& one = *weights[i];

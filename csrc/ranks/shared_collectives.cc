@@ -112,7 +112,7 @@ class MemoryRanks final : public Collectives {
     for (std::size_t begin = 0; begin < own.size(); begin += kBufferBytes) {
       const std::size_t bytes = std::min(kBufferBytes, own.size() - begin);
       std::memcpy(buffer(rank_), own.data() + begin, bytes);
-      meet();
+      barrier();
       for (std::size_t rank = 0; rank < size_; ++rank) {
         std::byte* const target = all.data() + rank * own.size() + begin;
         if (target != own.data() + begin) {
@@ -131,7 +131,7 @@ class MemoryRanks final : public Collectives {
       for (std::size_t rank = 0; rank < size_; ++rank) {
         std::memcpy(buffer(rank_) + rank * slice, sent.data() + rank * part + begin, bytes);
       }
-      meet();
+      barrier();
       for (std::size_t rank = 0; rank < size_; ++rank) {
         std::memcpy(received.data() + rank * part + begin, buffer(rank) + rank_ * slice, bytes);
       }
@@ -144,7 +144,7 @@ class MemoryRanks final : public Collectives {
     for (std::size_t begin = 0; begin < sent.size(); begin += kBufferBytes) {
       const std::size_t bytes = std::min(kBufferBytes, sent.size() - begin);
       std::memcpy(buffer(rank_), sent.data() + begin, bytes);
-      meet();
+      barrier();
       std::memcpy(received.data() + begin, buffer(before), bytes);
       next_buffer();
     }
@@ -164,11 +164,11 @@ class MemoryRanks final : public Collectives {
   [[nodiscard]] std::byte* buffer(std::size_t rank) const noexcept {
     return memory_.data() + kHeaderBytes + (rank * kNumBuffers + buffer_) * kBufferBytes;
   }
-  // Who writes a buffer again has met all that read it last: they were at the meeting between.
+  // A rank writes a buffer again behind a barrier that all ranks reached which had read it.
   void next_buffer() noexcept { buffer_ = (buffer_ + 1) % kNumBuffers; }
 
   /// Returns when every rank is here.
-  void meet() {
+  void barrier() {
     if (!lost_.empty()) {
       throw Error(lost_);
     }

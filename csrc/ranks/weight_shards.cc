@@ -471,7 +471,7 @@ void WeightShards::answer() noexcept {
     const std::size_t num_shards = num_copies(wanted.request.chunk);
     const std::size_t bytes = kept.size() / num_shards;
     try {
-      bytes_sent_ += kept.size();  // before that rank has it, and may meet this one and report
+      bytes_sent_ += kept.size();  // before that rank has it, and may report
       for (std::size_t shard = 0; shard < num_shards; ++shard) {
         messages_->send(wanted.from, wanted.request.tag, kept.subspan(shard * bytes, bytes))
             ->wait();

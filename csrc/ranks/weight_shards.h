@@ -32,9 +32,9 @@ namespace castor {
 /// Shards change in updates (reductions, for gradients), which all ranks make alike, and which are
 /// counted. A read asks for the chunk as it is after as many updates as this rank has begun, and a
 /// rank answers when it has finished so many. A barrier before the updates keeps them from shards
-/// that somebody still reads: every rank ends its reads (ChunkStream::await_reads), all ranks meet,
-/// and only then the updates begin. A reduction is such a barrier. Loads need the barrier too, but
-/// count as no update.
+/// that somebody still reads: every rank ends its reads (ChunkStream::await_reads), all ranks pass
+/// the barrier, and only then the updates begin. A reduction is such a barrier. Loads need it too,
+/// but count as no update.
 ///
 /// There may be several copies of the weights (HSDP; Zhao et al. 2023, section 3.2.2), each sharded
 /// over neighbouring ranks: of n ranks and k copies the first n/k ranks have the first copy. A rank

@@ -4,9 +4,9 @@
 #include <functional>
 #include <memory>
 
+#include "core/consistency_check.h"
 #include "core/copy_engine.h"
 #include "core/payload.h"
-#include "core/rank_meeting.h"
 #include "store/device_backend.h"
 #include "store/gradient_shards.h"
 

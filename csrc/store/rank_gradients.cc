@@ -12,7 +12,7 @@ namespace {
 /// So many chunks may wait to be reduced before backward does.
 constexpr std::size_t kMostWaiting = 4;
 /// For ranks that are slower; one that has stopped or does something else must not stop this one
-/// before it comes to where they meet.
+/// before it comes to the next check of the ranks.
 constexpr std::chrono::milliseconds kPatience{250};
 
 std::size_t largest_gradients(const ChunkLayout& layout) {
@@ -26,11 +26,12 @@ std::size_t largest_gradients(const ChunkLayout& layout) {
 }  // namespace
 
 RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr<BackendSums> sums,
-                             RankMeeting& meeting, const ChunkLayout& layout, Places places,
-                             Executor& executor, MemoryTier& host, MemoryTier& device)
+                             ConsistencyCheck& consistency, const ChunkLayout& layout,
+                             Places places, Executor& executor, MemoryTier& host,
+                             MemoryTier& device)
     : ranks_(std::move(ranks)),
       sums_(std::move(sums)),
-      meeting_(meeting),
+      consistency_(consistency),
       layout_(layout),
       gradients_(places.gradients),
       shared_storage_(places.storage),
@@ -54,7 +55,7 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr
                         "gradients pass through it with reduction='backend'; raise device_memory");
     sums_->use_window({device_window_.data(), device_window_.bytes()});
   }
-  ranks_->set_place("");  // beside a pass, at whose end ranks meet
+  ranks_->set_place("");  // beside a pass, at whose end ranks compare marks
   if (shared_storage_ == nullptr && gradient_shards_ == nullptr && !sums_) {
     return;
   }
@@ -260,23 +261,23 @@ void RankGradients::wait(ChunkId chunk) {
 
 void RankGradients::end_backward(OperatorGate& gate) {
   if (synchronised_) {
-    average(MeetingPoint::kBackwardEnd, gate);
+    average(SyncPoint::kBackwardEnd, gate);
   }
 }
 
 // Ranks that do something else do not come to reduce what this one has handed over.
-GradientMarks RankGradients::meet(MeetingPoint point, std::optional<std::size_t> optimizer) {
+GradientMarks RankGradients::check_ranks(SyncPoint point, std::optional<std::size_t> optimizer) {
   GradientMarks own = gradients_.marks();
   own.handed = handed_;
-  return or_leave(*ranks_, [&] { return meeting_.meet(point, own, optimizer); });
+  return or_leave(*ranks_, [&] { return consistency_.check(point, own, optimizer); });
 }
 
-void RankGradients::average(MeetingPoint point, OperatorGate& gate,
+void RankGradients::average(SyncPoint point, OperatorGate& gate,
                             std::optional<std::size_t> optimizer) {
   const RankFigures::Timed timed(figures_);
-  const GradientMarks all = meet(point, optimizer);
+  const GradientMarks all = check_ranks(point, optimizer);
   std::vector<bool> reduced(all.fresh.size(), false);
-  if (reductions_ && point == MeetingPoint::kBackwardEnd) {
+  if (reductions_ && point == SyncPoint::kBackwardEnd) {
     reduced = reductions_->end_pass();
   }
   for (std::size_t i = 0; i < all.fresh.size(); ++i) {

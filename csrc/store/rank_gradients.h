@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "core/collectives.h"
+#include "core/consistency_check.h"
 #include "core/memory_tier.h"
 #include "core/mutex.h"
-#include "core/rank_meeting.h"
 #include "core/shard_map.h"
 #include "ranks/backward_reductions.h"
 #include "ranks/device_staging.h"
@@ -49,8 +49,8 @@ class RankGradients {
   /// Takes windows from `host`, and from `device` where `sums` adds up; nullptr: castor does, in
   /// rank order. Throws OutOfMemory. All arguments but `ranks` and `sums` outlive this.
   RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr<BackendSums> sums,
-                RankMeeting& meeting, const ChunkLayout& layout, Places places, Executor& executor,
-                MemoryTier& host, MemoryTier& device);
+                ConsistencyCheck& consistency, const ChunkLayout& layout, Places places,
+                Executor& executor, MemoryTier& host, MemoryTier& device);
   ~RankGradients();
   RankGradients(const RankGradients&) = delete;
   RankGradients& operator=(const RankGradients&) = delete;
@@ -85,9 +85,9 @@ class RankGradients {
   /// Reduces what is left before a step, which may not be taken with gradients that the others do
   /// not have. `optimizer`: number of the optimizer that steps, of several.
   void begin_step(std::optional<std::size_t> optimizer, OperatorGate& gate) {
-    average(MeetingPoint::kStep, gate, optimizer);
+    average(SyncPoint::kStep, gate, optimizer);
   }
-  void end_step() noexcept { meeting_.end_step(); }
+  void end_step() noexcept { consistency_.end_step(); }
   /// Adds the squares of sharded gradients, at each parameter's place. Collective.
   void measure_shards(std::span<double> squares);
   /// Leaves the other ranks for good; see Collectives::leave. May be called from any thread.
@@ -126,12 +126,12 @@ class RankGradients {
   void drop_copy(ChunkId chunk);
   void forget_last_step(OperatorGate& gate);
   void reduce(ChunkId chunk);
-  void average(MeetingPoint point, OperatorGate& gate, std::optional<std::size_t> optimizer = {});
-  [[nodiscard]] GradientMarks meet(MeetingPoint point, std::optional<std::size_t> optimizer);
+  void average(SyncPoint point, OperatorGate& gate, std::optional<std::size_t> optimizer = {});
+  [[nodiscard]] GradientMarks check_ranks(SyncPoint point, std::optional<std::size_t> optimizer);
 
   const std::shared_ptr<Collectives> ranks_;
   const std::shared_ptr<BackendSums> sums_;
-  RankMeeting& meeting_;
+  ConsistencyCheck& consistency_;
   const ChunkLayout& layout_;
   ChunkGradients& gradients_;
   const SharedHostStorage* const shared_storage_;

@@ -14,14 +14,14 @@ constexpr std::size_t kWindowBytes = std::size_t{1} << 20;
 
 std::vector<std::byte> RankStates::read(ParamId param, PayloadKind kind) {
   const StateRequest request{.param = param, .kind = kind};
-  meeting_.meet_to_read(request);
+  consistency_.check_read(request);
   std::vector<std::byte> full(places_.bytes(param, kind, layout_.param(param).numel));
   gather(request, full.data());
   return full;
 }
 
 void RankStates::serve() {
-  while (const auto request = meeting_.meet_to_serve()) {
+  while (const auto request = consistency_.next_read()) {
     gather(*request, nullptr);
   }
 }

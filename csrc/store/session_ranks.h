@@ -10,8 +10,8 @@
 
 #include "core/chunk_manager.h"
 #include "core/collectives.h"
+#include "core/consistency_check.h"
 #include "core/error.h"
-#include "core/rank_meeting.h"
 #include "ranks/device_staging.h"
 #include "ranks/rank_weights.h"
 #include "store/rank_gradients.h"
@@ -32,9 +32,10 @@ namespace castor {
 /// Communication of a session with the other ranks that train its model. Owned by the session.
 class SessionRanks {
  public:
-  /// Meets the other ranks; throws as RankMeeting and RankGradients. All arguments but the groups
-  /// outlive this. `host_storage`: see RankWeights. `gradient_shards`: the sharded gradients;
-  /// nullptr where there are none. `copies`: DeviceBackend::make_staging_engine().
+  /// Compares chunks with the other ranks; throws as ConsistencyCheck and RankGradients. All
+  /// arguments but the groups outlive this. `host_storage`: see RankWeights. `gradient_shards`: the
+  /// sharded gradients; nullptr where there are none. `copies`:
+  /// DeviceBackend::make_staging_engine().
   SessionRanks(const RankGroups& groups, ChunkManager& chunks, const ShardMap& shards,
                ChunkGradients& gradients, GradientShards* gradient_shards, const StateStore& places,
                const RankHostStorage& host_storage, std::shared_ptr<CopyEngine> copies,
@@ -44,15 +45,15 @@ class SessionRanks {
         link_(host_storage.refusal().empty()
                   ? groups.link
                   : groups.link + ", but not host storage: " + host_storage.refusal()),
-        meeting_(*passes_, layout_),
-        gradients_(groups.gradients, groups.sums, meeting_, layout_,
+        consistency_(*passes_, layout_),
+        gradients_(groups.gradients, groups.sums, consistency_, layout_,
                    {.gradients = gradients,
                     .storage = host_storage.gradients().storage.get(),
                     .gradient_shards = gradient_shards,
                     .shards = shards,
                     .staging = make_staging(chunks, PayloadKind::kGrad, copies, places.device())},
                    executor, chunks.host(), chunks.device()),
-        states_(*passes_, meeting_, layout_, shards, places),
+        states_(*passes_, consistency_, layout_, shards, places),
         weights_(groups.updates, host_storage.weights().storage.get(),
                  make_staging(chunks, PayloadKind::kParam, copies, places.device()),
                  groups.gathers) {}
@@ -62,19 +63,19 @@ class SessionRanks {
   [[nodiscard]] RankWeights& weights() noexcept { return weights_; }
 
   /// Waits until every rank is here. For ranks that are known to come.
-  void meet() { castor::meet(*passes_); }
+  void barrier() { castor::barrier(*passes_); }
 
-  /// Same as RankMeeting::weights_updated.
+  /// Same as ConsistencyCheck::weights_updated.
   void weights_updated(std::vector<WeightDigest> digests) {
-    meeting_.weights_updated(std::move(digests));
+    consistency_.weights_updated(std::move(digests));
   }
 
-  // Every rank calls these two around a replacement of weights. Both throw as RankMeeting.
+  // Every rank calls these two around a replacement of weights. Both throw as ConsistencyCheck.
   /// Waits until no rank reads the others' weights any more.
-  void begin_load() { meeting_.meet_to_load(); }
+  void begin_load() { consistency_.check_load(); }
   /// Waits until all ranks have replaced their weights: each may read the others' again.
   void end_load(const StateStore& places) {
-    meeting_.meet_to_load();
+    consistency_.check_load();
     std::vector<const Payload*> weights;
     for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
       weights.push_back(&places.weights(ChunkId{static_cast<std::uint32_t>(i)}));
@@ -121,7 +122,7 @@ class SessionRanks {
   const ChunkLayout& layout_;
   const std::shared_ptr<Collectives> passes_;
   const std::string link_;
-  RankMeeting meeting_;
+  ConsistencyCheck consistency_;
   RankGradients gradients_;
   RankStates states_;
   RankWeights weights_;

@@ -187,7 +187,7 @@ void SessionUpdates::begin_update() {
   runtime_->begin_update();
   if (parts_.memory.sharded_host_storage().stage() == 3) {
     end_reads_of_shards();
-    ranks_->meet();
+    ranks_->barrier();
   }
   updater_.forget_completed();
   for (std::size_t i = 0; i < num_chunks(); ++i) {

@@ -42,8 +42,8 @@ class SessionUpdates {
     /// Returns whether a parameter of the chunk has other memory than the chunk's.
     std::function<bool(ChunkId)> rebound;
   };
-  /// Adds the optimizer states of every chunk, and meets the other ranks. Throws OutOfMemory, and
-  /// as SessionRanks.
+  /// Adds the optimizer states of every chunk, and passes a barrier of the ranks. Throws
+  /// OutOfMemory, and as SessionRanks.
   SessionUpdates(Parts parts, const SessionOptions& options);
   SessionUpdates(const SessionUpdates&) = delete;
   SessionUpdates& operator=(const SessionUpdates&) = delete;
@@ -88,7 +88,7 @@ class SessionUpdates {
   /// Prepares for an operator of this rank's that writes gradients of the chunk.
   void writing(ChunkId chunk);
   /// Waits until the device has read the weights in storage that other ranks are about to write: by
-  /// copies, and by kernels. Comes before the ranks meet for a step or a load.
+  /// copies, and by kernels. Comes before the ranks' check of a step or a load.
   void await_reads_of_ranks();
   /// Lets the gradients be closed: every chunk goes to its host storage, and nothing is under way
   /// that reads weights or brings gradients.

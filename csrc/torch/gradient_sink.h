@@ -11,7 +11,7 @@
 #include <span>
 #include <vector>
 
-#include "core/rank_meeting.h"
+#include "core/consistency_check.h"
 #include "core/runtime.h"
 #include "store/chunk_gradients.h"
 #include "store/gradient_copies.h"

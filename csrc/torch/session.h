@@ -109,15 +109,15 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
     updates_.updater().step(options, grad_scale);
     passes_->turn().step_is_over();
   }
-  /// Same as RankMeeting::weights_updated where there are several ranks, else no effect. For an
-  /// optimizer whose own step has updated these weights.
+  /// Same as ConsistencyCheck::weights_updated where there are several ranks, else no effect. For
+  /// an optimizer whose own step has updated these weights.
   void weights_updated(std::vector<WeightDigest> digests);
   void finish_step();
   /// Same as Updater::arm.
   void arm_updates(GroupOptions options) { updates_.updater().arm(std::move(options)); }
   /// Waits until every rank is about to load; nothing has been changed yet. Throws as
-  /// RankMeeting::meet_to_load.
-  void meet_to_load();
+  /// ConsistencyCheck::check_load.
+  void barrier_to_load();
   /// Begins the load of a checkpoint: forgets a step that stopped in the middle, and moves the
   /// parameters to their host storage. The run counts as broken until end_load. States on NVMe that
   /// the load replaces, or that were lost, become zeros.

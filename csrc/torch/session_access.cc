@@ -15,7 +15,7 @@ void Session::check_consistent() {
   updates_.check_consistent();
 }
 
-void Session::meet_to_load() {
+void Session::barrier_to_load() {
   check_process();
   if (SessionRanks* const ranks = updates_.ranks()) {
     ranks->check_there();

@@ -49,7 +49,7 @@ class WeightDigests:
         )
 
     def tell(self) -> None:
-        """Ends a step: ranks compare the digests at their next meeting."""
+        """Ends a step: ranks compare the digests at their next check."""
         if self._found:
             sums = torch.stack(list(self._found.values())).tolist()
             digests = [(index, one % 2**64) for index, one in zip(self._found, sums, strict=True)]

@@ -105,7 +105,7 @@ class CollectiveCalls:
         self.check_cp_group("a load")
         if self.ranks is None:
             return [value]
-        self.session.meet_to_load()
+        self.session.barrier_to_load()
         return self.ranks.all_gather_object(value)
 
     def on_first(self, work: Callable[[], Result], shard_finder: ShardFinder) -> Result:

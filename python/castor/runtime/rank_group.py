@@ -94,7 +94,7 @@ class RankGroup:
 
     def barrier(self, what: str) -> None:
         """Returns when every rank has called it; `what` names this rank's action in messages."""
-        self.group.meet(what)
+        self.group.barrier(what)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Gives every rank rank 0's values of a tensor, in place."""

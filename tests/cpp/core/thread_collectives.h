@@ -98,20 +98,20 @@ class ThreadRanks {
       {
         const MutexLock lock(ranks_.mutex_);
         --ranks_.present_;
-        ranks_.meet_if_all_are_here();
+        ranks_.release_if_all_are_here();
       }
       ranks_.met_.notify_all();
     }
 
    private:
-    void meet() {
+    void barrier() {
       MutexLock lock(ranks_.mutex_);
-      const std::size_t meeting = ranks_.meetings_;
+      const std::size_t number = ranks_.barriers_;
       ++ranks_.here_;
-      ranks_.meet_if_all_are_here();
+      ranks_.release_if_all_are_here();
       ranks_.met_.notify_all();
       ranks_.met_.wait(lock.native(), [&]() CASTOR_REQUIRES(ranks_.mutex_) {
-        return ranks_.meetings_ != meeting || ranks_.left_;
+        return ranks_.barriers_ != number || ranks_.left_;
       });
       if (ranks_.left_) {
         throw lost_ranks(*this, "one has let go");
@@ -124,11 +124,11 @@ class ThreadRanks {
         std::this_thread::sleep_for(std::chrono::microseconds(random_() % most));
       }
       ranks_.sent_[rank_].assign(own.begin(), own.end());
-      meet();
+      barrier();
       for (std::size_t rank = 0; rank < size(); ++rank) {
         take(rank, std::span<const std::byte>(ranks_.sent_[rank]));
       }
-      meet();
+      barrier();
     }
 
     ThreadRanks& ranks_;
@@ -136,10 +136,10 @@ class ThreadRanks {
     std::minstd_rand random_;
   };
 
-  void meet_if_all_are_here() CASTOR_REQUIRES(mutex_) {
+  void release_if_all_are_here() CASTOR_REQUIRES(mutex_) {
     if (here_ == present_) {
       here_ = 0;
-      ++meetings_;
+      ++barriers_;
     }
   }
 
@@ -151,7 +151,7 @@ class ThreadRanks {
   std::condition_variable met_;
   std::size_t present_ CASTOR_GUARDED_BY(mutex_);
   std::size_t here_ CASTOR_GUARDED_BY(mutex_) = 0;
-  std::size_t meetings_ CASTOR_GUARDED_BY(mutex_) = 0;
+  std::size_t barriers_ CASTOR_GUARDED_BY(mutex_) = 0;
   bool left_ CASTOR_GUARDED_BY(mutex_) = false;
   std::vector<std::string> failures_;
   std::vector<std::string> places_;

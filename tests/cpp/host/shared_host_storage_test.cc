@@ -145,7 +145,7 @@ TEST_F(SharedHostStorageTest, ACopyThatIsBegunIsOfZerosUntilItIsForgotten) {
   EXPECT_TRUE(all(block.subspan(page(), page()), 3));
 }
 
-// Two ranks' edits, each rank's updates of its half in common memory, and their meetings, against
+// Two ranks' edits, each rank's updates of its half in common memory, and their barriers, against
 // what each should see.
 TEST_F(SharedHostStorageTest, RandomEditsAndUpdatesAreThoseOfTwoCopies) {
   const std::size_t bytes = 4300 * page() + 100;

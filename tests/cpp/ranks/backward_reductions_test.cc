@@ -50,7 +50,7 @@ TEST_P(BackwardReductionsTest, RanksReduceTheSameChunksInTheSameOrder) {
   threads.run([&](Collectives& group) {
     Seen& own = seen[group.rank()];
     BackwardReductions reductions(borrowed(group), kChunks, last_to_first(), [&](ChunkId chunk) {
-      meet(group);
+      barrier(group);
       own.order.push_back(index(chunk));
     });
     std::minstd_rand random(static_cast<unsigned>(group.rank()) + 7);

@@ -183,7 +183,7 @@ TEST(DeviceStagingTest, GradientsInSharedHostStorageAreTheMeanWhereverEachRankHa
       ASSERT_EQ(found[i], mean) << i;
       ASSERT_EQ(common[i], mean) << i;
     }
-    meet(group);
+    barrier(group);
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(kShared.size()));
 }
@@ -202,7 +202,7 @@ TEST(DeviceStagingTest, WeightsInSharedHostStorageAreEachRanksShardWhereverItHas
     own.set(of_rank(group.rank()));
     RankWeights weights(std::shared_ptr<Collectives>(&group, [](Collectives*) {}), storage.get(),
                         own.staging());
-    meet(group);
+    barrier(group);
     if (on_host) {
       weights.publish_copy(own.payload());
       own.payload().drop_copy();
@@ -215,7 +215,7 @@ TEST(DeviceStagingTest, WeightsInSharedHostStorageAreEachRanksShardWhereverItHas
       const std::size_t rank = i / (kNumel / kShared.size());
       ASSERT_EQ(found[i], static_cast<float>(rank * 1000 + i % 977)) << i;
     }
-    meet(group);
+    barrier(group);
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(kShared.size()));
 }
@@ -234,7 +234,7 @@ TEST(DeviceStagingTest, WeightsAreEachRanksShardWhereverItHasThem) {
       const std::size_t rank = i / (kNumel / kPlaces.size());
       ASSERT_EQ(found[i], static_cast<float>(rank * 1000 + i % 977)) << i;
     }
-    meet(group);
+    barrier(group);
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(kPlaces.size()));
 }

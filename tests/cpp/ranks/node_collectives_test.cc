@@ -57,13 +57,13 @@ TEST_P(NodeCollectivesTest, ARankThatEndsTakesItsMachineAlong) {
   std::barrier<> all_have(static_cast<std::ptrdiff_t>(GetParam().ranks));
   threads.run([&](Collectives& group) {
     const std::shared_ptr<Collectives> ranks = on_nodes(group, GetParam().nodes, messages);
-    meet(*ranks);
+    barrier(*ranks);
     all_have.arrive_and_wait();
     if (group.rank() == last) {
       messages.kill(last);
       return;
     }
-    meet(*ranks);
+    barrier(*ranks);
   });
   for (std::size_t rank = 0; rank < last; ++rank) {
     EXPECT_NE(threads.failures()[rank].find(" lost the others: rank "), std::string::npos)

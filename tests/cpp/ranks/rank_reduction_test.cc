@@ -93,7 +93,7 @@ TEST_P(RankReductionTest, EveryRankHasTheMeanInRankOrder) {
         before[i] = sum[i] / static_cast<float>(size);
         ASSERT_EQ(floats(gradients)[i], before[i]) << i << " on rank " << group.rank();
       }
-      meet(group);  // all have read
+      barrier(group);  // all have read
     }
     const std::size_t node = size / nodes;
     if (!GetParam().shared) {

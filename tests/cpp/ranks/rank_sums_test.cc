@@ -56,7 +56,7 @@ void expect_sums(std::size_t ranks, std::size_t numel) {
   });
 }
 
-// Nothing, less than an element a rank, one meeting, windows with and without a remainder.
+// Nothing, less than an element a rank, one barrier, windows with and without a remainder.
 TEST(RankSumsTest, EveryRankHasTheSumInRankOrder) {
   for (const std::size_t ranks : {1, 2, 3, 4}) {
     for (const std::size_t numel : {0, 1, 2, 1000, 16384, 16385, 100000, 2200001}) {

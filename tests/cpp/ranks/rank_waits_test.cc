@@ -106,11 +106,11 @@ TEST(RankWaitsTest, ARankThatWaitsNamesThoseThatAreNotThere) {
         group, group.size(), {.place = process.place, .timeout = std::chrono::hours(1)});
     ASSERT_NE(shared.ranks, nullptr) << shared.refusal;
     std::vector<std::byte> all(group.size());
-    const auto meet_at = [&](const std::string& place) {
+    const auto barrier_at = [&](const std::string& place) {
       shared.ranks->set_place(place);
       shared.ranks->all_gather(std::array{std::byte{1}}, all);
     };
-    meet_at("ends a pass");
+    barrier_at("ends a pass");
     if (group.rank() == 1) {
       told.wait();
     }
@@ -127,7 +127,7 @@ TEST(RankWaitsTest, ARankThatWaitsNamesThoseThatAreNotThere) {
         told.count_down();
       });
     }
-    meet_at("ends a step");
+    barrier_at("ends a step");
   });
   EXPECT_EQ(threads.failures(), std::vector<std::string>(3));
 }

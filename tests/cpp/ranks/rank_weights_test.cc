@@ -139,7 +139,7 @@ TEST_P(RankWeightsTest, EveryRankSeesAllUpdatesAndItsOwnEdits) {
         }
       }
       check(step, "after edits");
-      meet(group);  // nobody reads weights from here to the end of the update, or load
+      barrier(group);  // nobody reads weights from here to the end of the update, or load
       if (step % 7 == 3) {
         for (std::size_t chunk = 0; chunk < sizes.size(); ++chunk) {
           std::ranges::fill(expected[chunk], static_cast<std::byte>(step));
@@ -191,7 +191,7 @@ TEST_P(RankWeightsTest, ARanksShardCountsWhereEditsDiffer) {
     RankWeights weights(on_nodes(group, GetParam().nodes, messages), made.storage.get());
     Weights own(sizes, made.storage.get());
     std::ranges::fill(own.bytes(0), static_cast<std::byte>(group.rank() + 1));
-    meet(group);
+    barrier(group);
     static_cast<void>(weights.begin_update(own[0]));
     weights.gather(own.all());
     const std::size_t shard = sizes[0] / group.size();

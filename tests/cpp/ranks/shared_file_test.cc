@@ -23,11 +23,11 @@ TEST(SharedFileTest, RanksHaveOneFileOfZeros) {
     char byte = 1;
     ASSERT_EQ(::pread(shared.file.get(), &byte, 1, kPage - 1), 1);
     EXPECT_EQ(byte, 0);
-    meet(group);
+    barrier(group);
     if (group.rank() == 2) {
       ASSERT_EQ(::pwrite(shared.file.get(), "x", 1, 5), 1);
     }
-    meet(group);
+    barrier(group);
     ASSERT_EQ(::pread(shared.file.get(), &byte, 1, 5), 1);
     EXPECT_EQ(byte, 'x');
   });
@@ -91,7 +91,7 @@ TEST(SharedFileTest, EachNodeHasAFileOfItsOwn) {
     if (group.rank() % 2 == 0) {
       ASSERT_EQ(::pwrite(shared.file.get(), group.rank() == 0 ? "x" : "y", 1, 5), 1);
     }
-    meet(group);
+    barrier(group);
     char byte = 0;
     ASSERT_EQ(::pread(shared.file.get(), &byte, 1, 5), 1);
     EXPECT_EQ(byte, group.rank() < 2 ? 'x' : 'y');

@@ -278,8 +278,8 @@ TEST(WeightShardsTest, AReplicaThatIsKilledIsNamed) {
   const std::string said = "rank 0 of 2 lost the part of the weights that rank 1 keeps";
   const std::string of_read = error_of([&] { static_cast<void>(first->read(1)); });
   EXPECT_NE(of_read.find(said), std::string::npos) << of_read;
-  const std::string at_the_meeting = error_of([&] { first->shards().await_exchanges(); });
-  EXPECT_NE(at_the_meeting.find(said), std::string::npos) << at_the_meeting;
+  const std::string at_the_barrier = error_of([&] { first->shards().await_exchanges(); });
+  EXPECT_NE(at_the_barrier.find(said), std::string::npos) << at_the_barrier;
 }
 
 TEST(WeightShardsTest, AReplicaThatLeavesIsNamed) {
@@ -323,7 +323,7 @@ TEST_P(WindowsTest, ReadsAreOfTheStepTheyAreIn) {
         updates.join();
       }
       own.shards().await_exchanges();
-      meet(ranks);
+      barrier(ranks);
       std::vector<std::size_t> order;
       for (std::size_t chunk = 0; chunk < kChunks; ++chunk) {
         own.shards().begin_update(id(chunk));
@@ -340,7 +340,7 @@ TEST_P(WindowsTest, ReadsAreOfTheStepTheyAreIn) {
     updates.join();
     own.shards().await_exchanges();
     window->await_reads();
-    meet(ranks);  // nobody goes before the others have read
+    barrier(ranks);  // nobody goes before the others have read
   });
   for (const std::string& failure : threads.failures()) {
     EXPECT_EQ(failure, "");

@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/rank_meeting.h"
+#include "core/consistency_check.h"
 #include "core/thread_collectives.h"
 #include "core/thread_messages.h"
 #include "store/test_store.h"
@@ -94,8 +94,8 @@ struct Rank {
   Rank(const StoreOptions& options, Collectives& passes)
       : store(SmallModel::row(kChunks, kNumel).layout(kChunk, nullptr, kRanks), options),
         gradients(store),
-        meeting(passes, store.layout),
-        reduction(options.ranks->gradients, options.ranks->sums, meeting, store.layout,
+        consistency(passes, store.layout),
+        reduction(options.ranks->gradients, options.ranks->sums, consistency, store.layout,
                   {.gradients = gradients,
                    .storage = store.shared ? store.shared->gradients().storage.get() : nullptr,
                    .gradient_shards = store.gradient_shards.get(),
@@ -121,7 +121,7 @@ struct Rank {
   TestStore store;
   StoredGradients gradients;
   OpenGate gate;
-  RankMeeting meeting;
+  ConsistencyCheck consistency;
   RankGradients reduction;
 };
 
@@ -154,7 +154,7 @@ class RankGradientsTest : public ::testing::TestWithParam<Storage> {
       options.ranks->gradients = {of_gradients.at(rank.rank()), [](Collectives*) {}};
       try {
         Rank own(options, rank);
-        meet(rank);
+        barrier(rank);
         work(own, rank.rank());
       } catch (...) {
         of_gradients.at(rank.rank())->leave();

@@ -104,9 +104,9 @@ TEST(RankHostStorageTest, WhatOneRankPublishesAllRanksSee) {
       std::fill_n(block.data(), kPage, std::byte{9});
       storage.weights().storage->publish({block.data(), kPage});
     }
-    meet(ranks);
+    barrier(ranks);
     EXPECT_EQ(block.data()[kPage - 1], std::byte{9});
-    meet(ranks);
+    barrier(ranks);
   });
 }
 
@@ -183,10 +183,10 @@ TEST(RankHostStorageTest, ADeviceThatComputesByItselfLocksTheCommonMemory) {
       const Block block = storage.weights().tier->allocate(kPage, "");
       EXPECT_EQ(storage.weights().storage->common(block.data()), block.data());
       block.data()[ranks.rank()] = static_cast<std::byte>(ranks.rank() + 1);
-      meet(ranks);
+      barrier(ranks);
       EXPECT_EQ(block.data()[0], std::byte{1});
       EXPECT_EQ(block.data()[1], std::byte{2});
-      meet(ranks);
+      barrier(ranks);
     }
     EXPECT_EQ(device->locked_bytes(), 0U);
   });

@@ -39,8 +39,8 @@ struct RankStore {
             const StoreOptions& options = {})
       : store(model.layout(chunk_bytes, options.rule.get(), ranks.size()),
               with_groups(options, ranks)),
-        meeting(ranks, store.layout),
-        states(ranks, meeting, store.layout, store.shards, *store.states) {
+        consistency(ranks, store.layout),
+        states(ranks, consistency, store.layout, store.shards, *store.states) {
     for (std::size_t i = 0; i < store.layout.params().size(); ++i) {
       const ParamId param = param_id(i);
       for (const PayloadKind kind : store.states->kinds(store.layout.place(param).chunk)) {
@@ -65,7 +65,7 @@ struct RankStore {
   }
 
   TestStore store;
-  RankMeeting meeting;
+  ConsistencyCheck consistency;
   RankStates states;
 
  private:

@@ -49,7 +49,7 @@ Strings run(const StoreOptions& options, const std::function<void(TestStore&, Co
     own.ranks = groups_of(rank, &messages);
     own.file_name = "rank-" + std::to_string(rank.rank());
     TestStore store(SmallModel::row(kChunks, kNumel).layout(kChunk, nullptr, size), own);
-    meet(rank);
+    barrier(rank);
     work(store, rank);
   });
   return ranks.failures();
@@ -72,11 +72,11 @@ TEST_P(RankUpdatesTest, EachRankUpdatesItsShardAndReadsAll) {
     EXPECT_TRUE(store.updates->collective());
     for (std::size_t chunk = 0; chunk < kChunks; ++chunk) {
       store.write_gradient(param_id(chunk), floats(1.0F));
-      meet(rank);
+      barrier(rank);
       update(store, chunk);
       EXPECT_TRUE(updated(store.read_weights(param_id(chunk))));
       EXPECT_EQ(store.read_state(param_id(chunk), rule_payload(0)).size(), kChunk / 2);
-      meet(rank);
+      barrier(rank);
     }
   });
   EXPECT_EQ(failures, Strings(2));
@@ -85,10 +85,10 @@ TEST_P(RankUpdatesTest, EachRankUpdatesItsShardAndReadsAll) {
 TEST_P(RankUpdatesTest, ALoadOnEveryRankIsReadByAll) {
   const Strings failures = run(GetParam().options, [](TestStore& store, Collectives& rank) {
     store.write_weights(param_id(1), floats(7.0F));
-    meet(rank);
+    barrier(rank);
     EXPECT_EQ(store.read_weights(param_id(1)), floats(7.0F));
     EXPECT_EQ(store.read_weights(param_id(0)), floats(0.0F));
-    meet(rank);
+    barrier(rank);
   });
   EXPECT_EQ(failures, Strings(2));
 }
@@ -108,11 +108,11 @@ TEST(ShardedUpdatesTest, AChunkThatIsStillLeasedIsNotUpdated) {
   const Strings failures = run({.zero_stage = 3}, [](TestStore& store, Collectives& rank) {
     const auto lease = store.weights->lease(chunk_id(0));
     lease->wait(ParamAccess::kRead);
-    meet(rank);
+    barrier(rank);
     expect_thrown<UsageError>([&] { store.updates->begin(chunk_id(0)); },
                               "parameters of chunk 0 are about to change while something still "
                               "reads them");
-    meet(rank);
+    barrier(rank);
     store.sharded.shards()->leave();
   });
   EXPECT_EQ(failures, Strings(2));
@@ -121,7 +121,7 @@ TEST(ShardedUpdatesTest, AChunkThatIsStillLeasedIsNotUpdated) {
 TEST(ShardedUpdatesTest, AReaderThatComesAfterTheAnnouncementSeesTheUpdate) {
   const Strings failures = run({.zero_stage = 3}, [](TestStore& store, Collectives& rank) {
     store.write_gradient(param_id(0), floats(1.0F));
-    meet(rank);
+    barrier(rank);
     store.updates->begin(chunk_id(0));
     const std::jthread reader([&] { EXPECT_TRUE(updated(store.read_weights(param_id(0)))); });
     const ParamUpdate update = store.updates->update_of(param_id(0), adam_options(kRate), 1, 1.0);
@@ -177,7 +177,7 @@ TEST(ShardedUpdatesTest, ALoadIsWrittenIntoTheShardsThatARankKeeps) {
               shard, std::span(values).subspan(kept * shard.size(), shard.size())));
         }
         EXPECT_EQ(store.sharded.shards()->kept_ranks().size(), 2U);
-        meet(rank);
+        barrier(rank);
       },
       /*size=*/4);
   EXPECT_EQ(failures, Strings(4));
@@ -186,7 +186,7 @@ TEST(ShardedUpdatesTest, ALoadIsWrittenIntoTheShardsThatARankKeeps) {
 TEST(ShardedUpdatesTest, ASnapshotReadsTheShardInPlaceWhileAnUpdateWaits) {
   const Strings failures = run({.zero_stage = 3}, [](TestStore& store, Collectives& rank) {
     store.write_gradient(param_id(0), floats(1.0F));
-    meet(rank);
+    barrier(rank);
     store.reads.begin();
     EXPECT_EQ(store.copies->begin(store.chunks(), true, 1 << 20), 0U);
     std::atomic<bool> read = false;
@@ -215,14 +215,14 @@ TEST(SharedUpdatesTest, ALoadOfWholePagesIsInTheMemoryThatRanksShare) {
     for (std::size_t i = 0; i < kBytes; ++i) {
       values[i] = static_cast<std::byte>(i / 64);
     }
-    meet(rank);
+    barrier(rank);
     store.write_weights(param_id(0), values);
-    meet(rank);
+    barrier(rank);
     EXPECT_EQ(store.read_weights(param_id(0)), values);
     const std::byte* const common =
         store.shared->weights().storage->common(store.states->weights(chunk_id(0)).host_storage());
     EXPECT_TRUE(std::equal(values.begin(), values.end(), common));
-    meet(rank);
+    barrier(rank);
   });
   EXPECT_EQ(ranks.failures(), Strings(2));
 }

@@ -275,7 +275,7 @@ TEST_F(ShardedHostStorageTest, FullChunksComeTogetherInTheWindow) {
       std::ranges::fill(storage.shards()->shard(chunk_id(chunk)),
                         static_cast<std::byte>(10 * chunk + rank.rank()));
     }
-    meet(rank);
+    barrier(rank);
     for (std::size_t chunk = 0; chunk < kChunks; ++chunk) {
       storage.stream()->use(chunk, StreamAccess::kRead, [&](auto payloads) {
         ASSERT_EQ(payloads.front().size(), 384U);
@@ -284,7 +284,7 @@ TEST_F(ShardedHostStorageTest, FullChunksComeTogetherInTheWindow) {
         }
       });
     }
-    meet(rank);
+    barrier(rank);
   });
 }
 
@@ -296,7 +296,7 @@ TEST_F(ShardedHostStorageTest, ThreadsOfARankReadFullChunksAtTheSameTime) {
       std::ranges::fill(storage.shards()->shard(chunk_id(chunk)),
                         static_cast<std::byte>(10 * chunk + rank.rank()));
     }
-    meet(rank);
+    barrier(rank);
     {
       std::vector<std::jthread> threads;
       for (std::size_t thread = 0; thread < 3; ++thread) {
@@ -311,7 +311,7 @@ TEST_F(ShardedHostStorageTest, ThreadsOfARankReadFullChunksAtTheSameTime) {
         });
       }
     }
-    meet(rank);
+    barrier(rank);
   });
 }
 

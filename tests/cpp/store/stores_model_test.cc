@@ -200,9 +200,9 @@ class RankCase {
       : case_(std::move(own)), store_(make(case_, directory, ranks)), random_(case_.random) {
     if (ranks) {
       ranks_ = ranks->passes;
-      meeting_ = std::make_unique<RankMeeting>(*ranks_, layout_);
-      rank_states_ =
-          std::make_unique<RankStates>(*ranks_, *meeting_, layout_, store_.shards, *store_.states);
+      consistency_ = std::make_unique<ConsistencyCheck>(*ranks_, layout_);
+      rank_states_ = std::make_unique<RankStates>(*ranks_, *consistency_, layout_, store_.shards,
+                                                  *store_.states);
     }
     own_random_ = Random(case_.seed * 31 + (ranks_ ? static_cast<unsigned>(ranks_->rank()) : 0));
     std::vector<std::uint64_t> streams;
@@ -235,7 +235,7 @@ class RankCase {
     for (const ChunkId chunk : store_.chunks()) {
       check(chunk);
     }
-    meet_all();
+    barrier_of_all();
     EXPECT_FALSE(store_.states->torn());
     const std::size_t copies = store_.gradient_shards ? store_.gradient_shards->copy_bytes() : 0;
     EXPECT_EQ(store_.host->ledger().used(), in_use_ + copies);
@@ -259,13 +259,13 @@ class RankCase {
   [[nodiscard]] bool alone() const { return ranks_ == nullptr; }
 
   /// Waits for all ranks, so that none reads weights or means that another is about to change.
-  void meet_all() {
+  void barrier_of_all() {
     if (case_.weights == Weights::kSharded) {
       store_.weights->await_reads();
       store_.sharded.shards()->await_exchanges();
     }
     if (!alone()) {
-      meet(*ranks_);
+      barrier(*ranks_);
     }
   }
 
@@ -294,7 +294,7 @@ class RankCase {
   /// Gives some chunks new gradients, and returns the updates of these chunks.
   std::vector<std::vector<ParamUpdate>> new_updates() {
     std::vector<std::vector<ParamUpdate>> updates(layout_.chunks().size());
-    meet_all();
+    barrier_of_all();
     for (const ChunkId chunk : store_.chunks()) {
       if (!updated(chunk) || random_.one_in(3)) {
         continue;
@@ -319,7 +319,7 @@ class RankCase {
         pending_.push_back({param, options, scale});
       }
     }
-    meet_all();
+    barrier_of_all();
     for (const ChunkId chunk : store_.chunks()) {
       if (store_.gradients_sharded(chunk) && store_.gradient_shards->has_copy(chunk) &&
           !random_.one_in(3)) {
@@ -410,10 +410,10 @@ class RankCase {
     const ParamSpec& spec = layout_.param(param);
     models_[index(param)].weights = random_.values(spec.type, spec.numel);
     store_.reads.wait(layout_.place(param).chunk);
-    meet_all();
+    barrier_of_all();
     store_.write_weights(param, models_[index(param)].weights);
     if (!alone()) {
-      meet(*ranks_);
+      barrier(*ranks_);
     }
   }
   // An operator writes through the address that it is given.
@@ -477,14 +477,14 @@ class RankCase {
       return;
     }
     store_.reads.wait(chunk);
-    meet_all();
+    barrier_of_all();
     if (store_.manager->promoted(chunk)) {
       store_.manager->demote(chunk);
       store_.manager->evict(chunk);
     } else {
       EXPECT_TRUE(store_.manager->try_promote(chunk));
     }
-    meet_all();
+    barrier_of_all();
   }
   void gather_states(ParamId param) {
     const auto& kinds = kinds_of(param);
@@ -612,7 +612,7 @@ class RankCase {
   Random random_;         // the same on every rank
   Random own_random_{0};  // of this rank
   std::shared_ptr<Collectives> ranks_;
-  std::unique_ptr<RankMeeting> meeting_;
+  std::unique_ptr<ConsistencyCheck> consistency_;
   std::unique_ptr<RankStates> rank_states_;
   std::vector<Model> models_;
   std::vector<std::uint64_t> streams_;

@@ -13,8 +13,8 @@
 
 namespace castor {
 
-/// Point of a step at which ranks meet.
-enum class MeetingPoint : std::uint8_t { kBackwardEnd, kStep };
+/// Point of a step at which ranks compare what they do.
+enum class SyncPoint : std::uint8_t { kBackwardEnd, kStep };
 
 /// Request for an optimizer state of a parameter; each rank has its shard of the state.
 struct StateRequest {
@@ -43,38 +43,37 @@ struct GradientMarks {
   std::optional<double> scale;  ///< scale of their losses; nullopt: there are no gradients
 };
 
-/// Meeting in which the ranks of a model check that they do the same before they enter a
-/// collective. A collective would wait forever for a rank that does something else. Ranks may run
-/// different modules: a parameter that has a gradient on one rank has one on all. Used by one
-/// thread at a time.
-class RankMeeting {
+/// Check that all ranks of a model are about to do the same, before they enter a collective: it
+/// would wait forever for a rank that does something else. Ranks may run different modules: a
+/// parameter that has a gradient on one rank has one on all. Used by one thread at a time.
+class ConsistencyCheck {
  public:
-  /// Meets the others. Throws UsageError where their chunks differ from these. Both arguments
+  /// Compares chunks with the other ranks. Throws UsageError where theirs differ. Both arguments
   /// outlive this.
-  RankMeeting(Collectives& ranks, const ChunkLayout& layout);
+  ConsistencyCheck(Collectives& ranks, const ChunkLayout& layout);
 
   /// Tells the others which gradients this rank has, and returns those that any rank has. Throws
   /// UsageError, on every rank, in three cases: the ranks are at different points; they have scaled
   /// their losses differently; some run a pass again that failed there and not on others.
   /// `optimizer`: the number of the one that steps, of several.
-  [[nodiscard]] GradientMarks meet(MeetingPoint point, const GradientMarks& own,
-                                   std::optional<std::size_t> optimizer = {});
+  [[nodiscard]] GradientMarks check(SyncPoint point, const GradientMarks& own,
+                                    std::optional<std::size_t> optimizer = {});
   /// Notes that this rank has updated weights by itself, as the others have. The digests are
-  /// compared when ranks meet next, except to load; where they differ, that meeting throws
+  /// compared at the next check, except that of a load; where they differ, that check throws
   /// UsageError on every rank. Each rank gives digests of the same parameters, in one order.
   void weights_updated(std::vector<WeightDigest> digests);
   /// Notes that the step is over.
   void end_step() noexcept;
-  /// Meets when every rank is about to replace weights, or has replaced them. Throws UsageError, on
-  /// every rank, where one does something else.
-  void meet_to_load();
+  /// Waits until every rank is about to replace weights, or has replaced them. Throws UsageError,
+  /// on every rank, where one does something else.
+  void check_load();
 
-  /// Meets when every rank is about to read a state, or some are while the others serve. Throws
+  /// Waits until every rank is about to read a state, or some are while the others serve. Throws
   /// UsageError, on every rank, where they ask for different states or do something else.
-  void meet_to_read(StateRequest own);
-  /// Meets as a rank that serves. Returns the state that others read next; nullopt: one of them has
+  void check_read(StateRequest own);
+  /// Waits as a rank that serves. Returns the state that others read next; nullopt: one of them has
   /// ended the service.
-  [[nodiscard]] std::optional<StateRequest> meet_to_serve();
+  [[nodiscard]] std::optional<StateRequest> next_read();
   /// Ends the service, on a rank that has read all it wants, and tells those that serve.
   void end_service();
 
@@ -91,7 +90,7 @@ class RankMeeting {
   std::uint64_t steps_ = 0;
   std::uint64_t backwards_ = 0;        // in this step
   std::vector<WeightDigest> weights_;  // of this rank's last update by itself
-  std::string diverged_;               // message that every rank got: they cannot meet again
+  std::string diverged_;               // message that every rank got: no later check passes
 };
 
 }  // namespace castor

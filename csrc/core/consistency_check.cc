@@ -1,4 +1,4 @@
-#include "core/rank_meeting.h"
+#include "core/consistency_check.h"
 
 #include <algorithm>
 #include <string>
@@ -103,7 +103,7 @@ GradientMarks::GradientMarks(const ChunkLayout& layout)
       present(layout.params().size(), false) {}
 
 /// What a rank says when it arrives.
-struct RankMeeting::Header {
+struct ConsistencyCheck::Header {
   enum class Point : std::uint8_t { kBackwardEnd, kStep, kLoad, kRead, kServe, kEndService };
 
   Point point = Point::kBackwardEnd;
@@ -125,7 +125,7 @@ struct RankMeeting::Header {
   }
 };
 
-RankMeeting::RankMeeting(Collectives& ranks, const ChunkLayout& layout)
+ConsistencyCheck::ConsistencyCheck(Collectives& ranks, const ChunkLayout& layout)
     : ranks_(ranks), layout_(layout) {
   const LayoutFacts own = facts_of(layout);
   const std::vector<LayoutFacts> all = gather(ranks, own);
@@ -140,7 +140,7 @@ RankMeeting::RankMeeting(Collectives& ranks, const ChunkLayout& layout)
   }
 }
 
-std::string RankMeeting::place_of(const Header& header) const {
+std::string ConsistencyCheck::place_of(const Header& header) const {
   switch (header.point) {
     case Header::Point::kBackwardEnd:
       return "ends backward pass " + std::to_string(header.backwards + 1) + " of step " +
@@ -164,7 +164,7 @@ std::string RankMeeting::place_of(const Header& header) const {
   return "";
 }
 
-void RankMeeting::check_same(const std::vector<Header>& headers) const {
+void ConsistencyCheck::check_same(const std::vector<Header>& headers) const {
   // One that serves agrees with all that read: the others are compared with one that does not.
   const auto active = std::find_if(headers.begin(), headers.end(), [](const Header& header) {
     return header.point != Header::Point::kServe;
@@ -185,7 +185,7 @@ void RankMeeting::check_same(const std::vector<Header>& headers) const {
 }
 
 // All ranks see the same headers: where two differ all say which parameters they have updated.
-void RankMeeting::check_weights(const std::vector<Header>& headers) {
+void ConsistencyCheck::check_weights(const std::vector<Header>& headers) {
   const auto other = std::find_if(headers.begin(), headers.end(), [&](const Header& header) {
     return header.weights != headers[0].weights;
   });
@@ -209,11 +209,11 @@ void RankMeeting::check_weights(const std::vector<Header>& headers) {
       "the last checkpoint");
 }
 
-void RankMeeting::weights_updated(std::vector<WeightDigest> digests) {
+void ConsistencyCheck::weights_updated(std::vector<WeightDigest> digests) {
   weights_ = std::move(digests);
 }
 
-std::vector<RankMeeting::Header> RankMeeting::arrive(const Header& own) {
+std::vector<ConsistencyCheck::Header> ConsistencyCheck::arrive(const Header& own) {
   if (!diverged_.empty()) {
     throw UsageError(diverged_);
   }
@@ -234,7 +234,7 @@ std::vector<RankMeeting::Header> RankMeeting::arrive(const Header& own) {
 }
 
 // Of the first rank that has gradients.
-std::optional<double> RankMeeting::common_scale(const std::vector<Header>& headers) {
+std::optional<double> ConsistencyCheck::common_scale(const std::vector<Header>& headers) {
   std::optional<std::size_t> known;
   for (std::size_t rank = 0; rank < headers.size(); ++rank) {
     if (headers[rank].scale == kNoGradients) {
@@ -252,9 +252,9 @@ std::optional<double> RankMeeting::common_scale(const std::vector<Header>& heade
   return known ? std::optional(headers[*known].scale) : std::nullopt;
 }
 
-GradientMarks RankMeeting::meet(MeetingPoint point, const GradientMarks& own,
-                                std::optional<std::size_t> optimizer) {
-  const bool at_step = point == MeetingPoint::kStep;
+GradientMarks ConsistencyCheck::check(SyncPoint point, const GradientMarks& own,
+                                      std::optional<std::size_t> optimizer) {
+  const bool at_step = point == SyncPoint::kStep;
   const std::vector<Header> headers =
       arrive({.point = at_step ? Header::Point::kStep : Header::Point::kBackwardEnd,
               .optimizer = optimizer.value_or(kTheOne),
@@ -286,16 +286,16 @@ GradientMarks RankMeeting::meet(MeetingPoint point, const GradientMarks& own,
   return marks;
 }
 
-void RankMeeting::meet_to_load() {
+void ConsistencyCheck::check_load() {
   arrive({.point = Header::Point::kLoad, .steps = steps_, .backwards = backwards_});
   weights_.clear();
 }
 
-void RankMeeting::meet_to_read(StateRequest own) {
+void ConsistencyCheck::check_read(StateRequest own) {
   arrive({.point = Header::Point::kRead, .request = own, .steps = steps_});
 }
 
-std::optional<StateRequest> RankMeeting::meet_to_serve() {
+std::optional<StateRequest> ConsistencyCheck::next_read() {
   const std::vector<Header> headers = arrive({.point = Header::Point::kServe, .steps = steps_});
   for (const Header& header : headers) {
     if (header.point == Header::Point::kRead) {
@@ -305,9 +305,11 @@ std::optional<StateRequest> RankMeeting::meet_to_serve() {
   return std::nullopt;
 }
 
-void RankMeeting::end_service() { arrive({.point = Header::Point::kEndService, .steps = steps_}); }
+void ConsistencyCheck::end_service() {
+  arrive({.point = Header::Point::kEndService, .steps = steps_});
+}
 
-void RankMeeting::end_step() noexcept {
+void ConsistencyCheck::end_step() noexcept {
   ++steps_;
   backwards_ = 0;
 }
