@@ -146,6 +146,19 @@ def test_same_bits_behind_a_link_and_in_bf16(precision: str, linked: dict[str, s
     assert report.expert_fetched_bytes == report.expert_misses * size
 
 
+def test_a_pass_in_inference_mode_is_as_any_other() -> None:
+    plain, boosted = seeded(qwen3), boost(seeded(qwen3))
+    for model in (plain, boosted.model):
+
+        def choose(_: nn.Module, args: Any) -> None:
+            args[1].add_(5).remainder_(EXPERTS)
+
+        model.model.layers[1].mlp.experts.register_forward_pre_hook(choose)
+    with torch.inference_mode():
+        assert_same_tokens(generate(boosted.model), generate(plain))
+    assert boosted.report().expert_misses > 0
+
+
 def test_a_token_fetches_no_layer_and_only_missing_experts() -> None:
     boosted = boost(seeded(qwen3))
     generate(boosted.model)

@@ -247,14 +247,15 @@ class ExpertCall:
         # In place of forward, so that users' hooks see the experts' own numbers.
         own = module.__dict__.get("forward")
         try:
+            unwritten = _unwritten(index)
             self._thread = threading.get_ident()
             module.__dict__["forward"] = functools.partial(
-                self._forward, module, module.forward, call, index, index._version
+                self._forward, module, module.forward, call, index, unwritten
             )
             return module._call_impl(*args, **kwargs)
         finally:
             if own is None:
-                del module.__dict__["forward"]
+                module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = own
             self._thread = None
@@ -266,13 +267,13 @@ class ExpertCall:
         forward: Callable[..., Any],
         call: _Call,
         index: torch.Tensor,
-        version: int,
+        unwritten: Callable[[], bool],
         /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Runs the module's forward with rows of experts in place of its parameters."""
-        if self._index(args, kwargs) is not index or index._version != version:
+        if self._index(args, kwargs) is not index or not unwritten():
             return forward(*args, **kwargs)  # a hook of the user's chose others
         own = module.__dict__["_parameters"]
         places, num_places, take = call.places, call.num_places, call.take
@@ -454,6 +455,15 @@ class _StepCall:
     def end(self) -> None:
         if self._saved:
             self._saved.forward_ends()
+
+
+def _unwritten(index: torch.Tensor) -> Callable[[], bool]:
+    """Returns a function that says whether nobody has written to a tensor since."""
+    if index.is_inference():  # which counts no versions
+        values = index.clone()
+        return lambda: torch.equal(index, values)
+    version = index._version
+    return lambda: index._version == version
 
 
 def _selected(
