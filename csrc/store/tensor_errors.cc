@@ -60,10 +60,10 @@ UsageError edited_where_sharded(const std::string& param) {
                     "hooks (param.register_hook) or assign them");
 }
 
-UsageError requires_grad_changed(const std::string& param, bool when_boosted) {
-  return UsageError(parameter(param) + " had requires_grad=" + (when_boosted ? "True" : "False") +
-                    " when the model was boosted and has " + (when_boosted ? "False" : "True") +
-                    " now; set it before booster.boost, which lays out gradients and optimizer "
+UsageError requires_grad_changed(const std::string& param) {
+  return UsageError(parameter(param) +
+                    " had requires_grad=False when the model was boosted and has True now; set it "
+                    "before booster.boost, which lays out gradients and optimizer "
                     "state for the trainable parameters, or call booster.reboost(model, optimizer) "
                     "now");
 }

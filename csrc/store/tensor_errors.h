@@ -24,7 +24,8 @@ namespace castor::tensor_errors {
 [[nodiscard]] UsageError edited_where_sharded(const std::string& param);
 
 // Parameters.
-[[nodiscard]] UsageError requires_grad_changed(const std::string& param, bool when_boosted);
+/// It was frozen when its model was boosted, and is not any more.
+[[nodiscard]] UsageError requires_grad_changed(const std::string& param);
 /// share_memory_() has moved the parameter.
 [[nodiscard]] UsageError moved_into_shared_memory(const std::string& param);
 /// `given` and `own` describe the parameter's tensor and its chunk.

@@ -269,9 +269,8 @@ void Session::await_save(std::size_t group) {
 void Session::check_requirements() const {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
-    if (params_[i].leaf.requires_grad() != gradients_.required(param)) {
-      throw tensor_errors::requires_grad_changed(layout().param(param).name,
-                                                 gradients_.required(param));
+    if (params_[i].leaf.requires_grad() && !gradients_.required(param)) {
+      throw tensor_errors::requires_grad_changed(layout().param(param).name);
     }
   }
 }

@@ -17,10 +17,12 @@ import castor
 from helpers import (
     assert_close_losses,
     assert_close_weights,
+    assert_equal,
     assert_same_weights,
     boost,
     copies,
     equal,
+    exact_state,
     losses_of_boosted,
     losses_of_plain,
     plugin,
@@ -59,10 +61,6 @@ def append_layer(model: Tower) -> None:
     model.layers.append(nn.Linear(32, 32))
 
 
-def freeze(model: Tower) -> None:
-    model.layers[0].requires_grad_(False)
-
-
 def to_bf16(model: Tower) -> None:
     model.to(torch.bfloat16)
 
@@ -73,7 +71,7 @@ def assign_data(model: Tower) -> None:
 
 CHANGES = [
     replace_layer, replace_parameter, add_module, add_parameter, append_layer,
-    freeze, to_bf16, assign_data,
+    to_bf16, assign_data,
 ]  # fmt: skip
 
 
@@ -91,8 +89,103 @@ def test_change_of_the_structure_after_boost_raises(change: Callable[[Tower], No
     assert isinstance(raised.value, RuntimeError)
 
 
+def freeze_one_after_another(model: Tower, step: int, where: str) -> None:
+    if where == "before forward" and step < 4:
+        model.layers[step].requires_grad_(False)
+
+
+def freeze_for_a_step(model: Tower, step: int, where: str) -> None:
+    if where == "before forward":
+        for i, layer in enumerate(model.layers):
+            layer.requires_grad_(i % 2 == step % 2)
+
+
+def freeze_during_backward(model: Tower, step: int, where: str) -> None:
+    model.layers[step % 3].requires_grad_(where != "between")
+
+
+def thaw_before_backward(model: Tower, step: int, where: str) -> None:
+    model.layers[step % 3].requires_grad_(where != "before forward")
+
+
+def freeze_what_has_a_gradient(model: Tower, step: int, where: str) -> None:
+    if where != "between":
+        model.layers[1].requires_grad_(where == "before forward")
+
+
+FREEZES = [
+    freeze_one_after_another, freeze_for_a_step, freeze_during_backward, thaw_before_backward,
+    freeze_what_has_a_gradient,
+]  # fmt: skip
+
+
+def freezing_steps(
+    model: Any, optimizer: torch.optim.Optimizer, freeze: Callable[[Tower, int, str], None]
+) -> list[Any]:
+    """Gradients of each step, and the states at the end."""
+    seen: list[Any] = []
+    for step in range(6):
+        freeze(model, step, "before forward")
+        loss = tower_loss(model, step)
+        freeze(model, step, "between")
+        loss.backward()
+        freeze(model, step, "behind")
+        for param in model.parameters():
+            seen.append(torch.zeros(0) if param.grad is None else param.grad.clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    for param in model.parameters():
+        seen += optimizer.state.get(param, {}).values()
+    return [*seen, *(param.detach() for param in model.parameters())]
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": "forward"}, {"activations": "recompute"}])
+@pytest.mark.parametrize("freeze", FREEZES)
+def test_layers_that_are_frozen_for_some_steps_train_as_plain(
+    freeze: Callable[[Tower, int, str], None], settings: dict[str, str]
+) -> None:
+    def sgd(model: Tower) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def build() -> Tower:
+        model = tower()
+        model.layers = nn.ModuleList(nn.Sequential(layer) for layer in model.layers)  # blocks
+        return model
+
+    plain, model = build(), build()
+    expected = freezing_steps(plain, sgd(plain), freeze)
+    boosted = boost(model, optimizer=sgd(model), placement_policy="cpu", **settings)
+    assert_equal(freezing_steps(boosted.model, boosted.optimizer, freeze), expected)
+
+
+def states(state_dict: dict[str, Any]) -> list[torch.Tensor]:
+    return [value for entry in state_dict["state"].values() for value in entry.values()]
+
+
+def test_states_of_a_layer_that_is_frozen_are_loaded_and_saved(tmp_path: Path) -> None:
+    boosted = boost(tower(), precision="bf16")
+    losses_of_boosted(boosted, tower_loss, steps=2)
+    state = copy.deepcopy(boosted.optimizer.state_dict())
+    boosted.booster.save(tmp_path / "thawed", boosted.model, boosted.optimizer)
+    boosted.model.layers[0].requires_grad_(False)
+    assert_equal(states(boosted.optimizer.state_dict()), states(state))
+    boosted.booster.save(tmp_path / "frozen", boosted.model, boosted.optimizer)
+    boosted.model.layers[0].requires_grad_(True)
+    expected = [x.clone() for x in exact_state(boosted)]
+    for name in ("thawed", "frozen"):
+        again = boost(tower(), precision="bf16")
+        again.model.layers[0].requires_grad_(False)
+        again.booster.load(tmp_path / name, again.model, again.optimizer)
+        again.model.layers[0].requires_grad_(True)
+        assert_equal(exact_state(again), expected)
+    losses_of_boosted(boosted, tower_loss, steps=1)
+    boosted.model.layers[0].requires_grad_(False)
+    boosted.optimizer.load_state_dict(state)
+    boosted.model.layers[0].requires_grad_(True)
+    assert_equal(states(boosted.optimizer.state_dict()), states(state))
+
+
 def test_unfreezing_after_boost_raises() -> None:
-    boosted = boost(tower().requires_grad_(True))
     model = tower()
     model.layers[0].requires_grad_(False)
     boosted = boost(model)

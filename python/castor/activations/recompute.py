@@ -7,7 +7,7 @@ import functools
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -268,6 +268,7 @@ class _Forward:
         self._tiles = tiles
         self._number = tiles.number
         self._parameters: list[tuple[str, int]] | None = None
+        self._required: list[bool] = []
         self._output: list[torch.Tensor] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -291,6 +292,7 @@ class _Forward:
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
         self._parameters = _versions(self._module.named_parameters())
+        self._required = [param.requires_grad for param in self._module.parameters()]
         output = self._function(*args, **kwargs)
         self._output = self._recomputation.first_output(output)
         if self._run:
@@ -300,9 +302,27 @@ class _Forward:
     def _second(self, *args: Any, **kwargs: Any) -> None:
         """Runs again. Returns nothing: torch needs no output, and the kept bytes are measured."""
         self._recomputation.check_parameters(self._module, self._parameters or [])
-        output = self._function(*args, **kwargs)
+        with _requiring(self._module, self._required):
+            output = self._function(*args, **kwargs)
         self._recomputation.check_output(output, self._output)
         self._output = []
+
+
+@contextmanager
+def _requiring(module: nn.Module, required: list[bool]) -> Iterator[None]:
+    """Has the parameters of a module require gradients as given, and as they did behind it.
+
+    A script may freeze or unfreeze some between forward and backward.
+    """
+    pairs = zip(module.parameters(), required, strict=True)
+    changed = [param for param, before in pairs if param.requires_grad != before]
+    for param in changed:
+        param.requires_grad_(not param.requires_grad)
+    try:
+        yield
+    finally:
+        for param in changed:
+            param.requires_grad_(not param.requires_grad)
 
 
 class RecomputingCall:

@@ -340,9 +340,9 @@ def write_entries(engine: Engine, entries: Entries) -> None:
     assert engine.rule is not None
     engine.session.await_updates()  # writes below may bypass torch's operators, which wait
     for param, entry in entries:
-        if param not in engine.index_of or not param.requires_grad:
+        index = engine.index_of.get(param)  # type: ignore[call-overload]
+        if index is None or not engine.trained[index]:
             continue
-        index = engine.index_of[param]  # type: ignore[index]
         portable = to_portable(param, entry)
         engine.session.steps[index] = engine.rule.steps_of(portable)
         if "master" in portable:

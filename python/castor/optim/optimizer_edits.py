@@ -178,11 +178,11 @@ class ShownStates:
         return rule is not None and bool(rule.states)
 
     def _params(self, optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
-        index_of = self._engine.index_of
         for group in optimizer.param_groups:
             for param in group["params"]:
-                if param.requires_grad and param in index_of:
-                    yield index_of[param], param
+                index = self._engine.index_of.get(param)
+                if index is not None and self._engine.trained[index]:
+                    yield index, param
 
 
 _OWN_REFERENCES = 4

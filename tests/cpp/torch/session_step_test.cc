@@ -310,12 +310,25 @@ TEST(SessionStepTest, InferenceLeavesNoGradientAndNoStep) {
   EXPECT_EQ(test.session().runtime().counts().steps, 0U);
 }
 
-TEST(SessionStepTest, ChangedRequiresGradIsRefusedAtTheNextForward) {
-  const TestSession test(small());
-  test.param(2).set_requires_grad(false);
-  expect_thrown<UsageError>([&] { (void)test.forward(batch(kWidth, 1)); }, "parameter 'p2'");
+TEST(SessionStepTest, AParameterThatWasFrozenIsRefusedAtTheNextForwardOnceItTrains) {
+  const TestSession test(small().freeze(2));
   test.param(2).set_requires_grad(true);
+  expect_thrown<UsageError>([&] { (void)test.forward(batch(kWidth, 1)); }, "parameter 'p2'");
+  test.param(2).set_requires_grad(false);
   EXPECT_NO_THROW((void)test.run(batch(kWidth, 1)));
+}
+
+TEST(SessionStepTest, AParameterThatIsFrozenForAStepStaysAsItIs) {
+  const TestSession test(small());
+  const at::Tensor before = test.param(2).detach().clone();
+  test.param(2).set_requires_grad(false);
+  test.run(batch(kWidth, 1));
+  test.step();
+  EXPECT_TRUE(same_bits(test.param(2).detach(), before));
+  test.param(2).set_requires_grad(true);
+  test.run(batch(kWidth, 2));
+  test.step();
+  EXPECT_FALSE(same_bits(test.param(2).detach(), before));
 }
 
 TEST(SessionStepTest, BackwardUpdatesWhatItHasCompletedAndRefusesReadersBeforeTheStep) {
