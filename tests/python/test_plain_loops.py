@@ -217,10 +217,40 @@ def later_optimizer_of_two_models() -> tuple[list[float], list[Any]]:
     return losses, [optimizer]
 
 
+def generators_before_frozen_discriminators() -> tuple[list[float], list[Any]]:
+    """The loop of CycleGAN: discriminators are frozen when they are first called."""
+    makers, judges, losses = [layers(0), layers(1)], [layers(2, 1), layers(3, 1)], []
+    held = [[p for one in parts for p in one.parameters()] for parts in (makers, judges)]
+    made = [torch.optim.Adam(params, lr=1e-2, betas=(0.5, 0.999)) for params in held]
+    for step in range(4):
+        real = batch(step)
+        for param in held[1]:
+            param.requires_grad_(False)
+        fakes = [makers[0](real), makers[1](real)]
+        loss = (makers[1](fakes[0]).float() - real).abs().mean()
+        for judge, fake in zip(judges, fakes, strict=True):
+            loss = loss + judge(fake).float().sub(1).square().mean()
+        made[0].zero_grad()
+        loss.backward()
+        made[0].step()
+        losses.append(loss.item())
+        for param in held[1]:
+            param.requires_grad_(True)
+        made[1].zero_grad()
+        for judge, fake in zip(judges, fakes, strict=True):
+            loss = judge(real).float().sub(1).square().mean()
+            loss = loss + judge(fake.detach()).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        made[1].step()
+    return losses, made
+
+
 @pytest.mark.filterwarnings("ignore:the optimizer does not hold")
 @pytest.mark.parametrize(
     "train",
     [
+        generators_before_frozen_discriminators,
         one_optimizer_of_two_models_and_their_losses,
         parts_of_a_model,
         two_optimizers_that_share_a_model,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ class Loops:
             model = boosted_around(module)
             if model is None:
                 model, mine = whole_of(module, mine, waiting)
-            with wrapper.keeping_its_buffers() if wrapper else nullcontext():
+            with wrapper.keeping_its_buffers() if wrapper else nullcontext(), _thawed(mine):
                 boost(self._booster, model, mine)
             if launched_size() > 1:
                 self._shared.append(weakref.ref(engine_of(model)))
@@ -176,6 +176,27 @@ class Loops:
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@contextmanager
+def _thawed(optimizers: list[Optimizer]) -> Iterator[None]:
+    """Has parameters require gradients whose optimizer holds nothing else, as it is to step them.
+
+    A discriminator is frozen during a step of the generator, which may be where it is called first.
+    """
+    frozen = [
+        param
+        for held in map(_params, optimizers)
+        if not any(param.requires_grad for param in held)
+        for param in held
+    ]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 def _answers_first(engine: Engine | None) -> bool:
