@@ -292,6 +292,23 @@ def test_a_module_may_take_the_place_of_another_with_its_parameters(activations:
 # --- saving -------------------------------------------------------------------------------------
 
 
+def test_a_module_without_parameters_and_buffers_may_be_added() -> None:
+    def add(model: Tower) -> Tower:
+        model.layers.append(nn.Sequential(nn.GELU()))
+        model.loss = nn.CrossEntropyLoss()
+        return model
+
+    expected = losses_of_plain(add(tower()), tower_loss)
+    boosted = boost(tower(), placement_policy="cpu")
+    add(boosted.model)
+    assert_close_losses(losses_of_boosted(boosted, tower_loss), expected)
+    for late in (nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)):
+        with pytest.raises(castor.UsageError, match="module '1' is set on a Sequential"):
+            boosted.model.layers[-1].append(late)
+    for model in (copy.deepcopy(boosted.model), pickle.loads(pickle.dumps(boosted.model))):
+        assert isinstance(model.loss, nn.CrossEntropyLoss)
+
+
 def test_tied_weights_have_one_place() -> None:
     model = gpt2()
     numel = sum(p.numel() for p in model.parameters())
@@ -394,7 +411,7 @@ def test_parts_without_parameters_may_be_those_of_several_models() -> None:
     assert_close_losses(losses_of_boosted(first, loss), expected)
     first.booster.release(first.model)
     with pytest.raises(castor.UsageError, match="module 'more' is set on a ReLU"):
-        relu.more = nn.ReLU()
+        relu.more = nn.Linear(8, 8)
     assert_close_losses(losses_of_boosted(second, loss), expected)
     shared = nn.Linear(8, 8)
     third = boost(build(shared))

@@ -107,10 +107,18 @@ def _refuse_module(module: nn.Module, name: str, submodule: nn.Module | None) ->
         if name == "parametrizations" and submodule is not None:
             _parametrized[submodule] = weakref.ref(module), ""  # empty, filled later
             return
+        if held is None and submodule is not None and _stateless(submodule):
+            _watch(submodule)
+            return
         if held is None or submodule is None or not _takes_over(submodule, held):
             _refuse(module, f"module '{name}'")
         _guarded.difference_update(held.modules())
         _watch(submodule)
+
+
+def _stateless(module: nn.Module) -> bool:
+    """Whether a module has nothing for castor to place: a loss, a metric, an activation."""
+    return next(module.parameters(), None) is None and next(module.buffers(), None) is None
 
 
 def _takes_over(module: nn.Module, held: nn.Module) -> bool:
