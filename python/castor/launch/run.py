@@ -51,7 +51,8 @@ def run(
         nproc: Number of ranks on this machine. None: one process, without a launcher's environment
             unless another argument needs a launcher.
         nodes: Number of machines; each runs this command.
-        rendezvous: Address at which the machines find each other, HOST:PORT on one of them; needed with several.
+        rendezvous: Address at which the machines find each other, HOST:PORT on one of them;
+            needed with several.
         max_restarts: Number of times that all ranks begin again after a failure.
         plan: File of `castor plan`, which sets the numbers of ranks and machines, and the layout of
             HybridParallelPlugin("auto").

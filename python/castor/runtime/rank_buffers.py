@@ -14,7 +14,8 @@ class RankBuffers:
     """The buffers of a model, shared as torch's DistributedDataParallel does.
 
     It holds the tensors, not the model. Buffers that forwards have written, such as a BatchNorm's
-    statistics, are shared in the next step, where ranks wait for each other anyway. Other buffers cost nothing.
+    statistics, are shared in the next step, where ranks wait for each other anyway. Other buffers
+    cost nothing.
     """
 
     def __init__(self, model: nn.Module, ranks: RankGroup | None) -> None:
