@@ -149,6 +149,16 @@ def _device_module(gpu: Any) -> ModuleType:
             torch.accelerator.set_stream(before)
 
     @contextmanager
+    def held() -> Iterator[None]:
+        gate = gpu.hold()
+        in_time = False
+        try:
+            yield
+        finally:
+            in_time = gate.open()
+        assert in_time, "the host has waited for a stream that it held"
+
+    @contextmanager
     def device(_: Any) -> Iterator[None]:
         yield
 
@@ -187,4 +197,6 @@ def _device_module(gpu: Any) -> ModuleType:
     module.get_device_properties = lambda device=None: Properties(gpu.memory()["capacity"])
     module._sleep = gpu.sleep
     """Microseconds that the current stream sleeps."""
+    module._held = held
+    """A context: what the current stream is given, and has not begun, it does after it."""
     return module

@@ -26,8 +26,6 @@ dist: Any = distributed
 """torch.distributed without its types: a call returns None on ranks outside of the group."""
 DEVICE = f"{simulated_gpu.NAME}:0"
 MIB = 2**20
-SLEEP = 0.8
-"""Seconds that a stream sleeps where a test looks whether the host waits for it."""
 
 TYPES = (torch.float32, torch.bfloat16, torch.int64)
 Operation = Callable[[torch.Tensor], torch.Tensor]
@@ -52,22 +50,16 @@ def simgpu() -> Any:
     return torch.simgpu  # type: ignore[attr-defined]
 
 
-def sleep(seconds: float = SLEEP) -> None:
-    """The current stream's next task."""
-    simgpu()._sleep(int(seconds * 1e6))
-
-
 def synchronize() -> None:
     simgpu().synchronize()
 
 
 @contextlib.contextmanager
-def host_goes_on() -> Iterator[None]:
-    """What is done inside takes less time than a stream sleeps."""
-    begin = time.monotonic()
-    yield
-    took = time.monotonic() - begin
-    assert took < SLEEP, f"the host was held for {took:.2f} s"
+def late(rank: int) -> Iterator[None]:
+    """Rank 1's stream is held until the hosts of both are at the end of it."""
+    with simgpu()._held() if rank == 1 else contextlib.nullcontext():
+        yield
+        dist.all_reduce(torch.zeros(1))
 
 
 def refused(call: Callable[[], Any]) -> str:
@@ -209,19 +201,18 @@ def waits(_: Path) -> None:
     rank, _size = join()
     dist.all_reduce(torch.zeros(1, device=DEVICE))  # connects, which the host waits for
     synchronize()
-    _host_goes_on_while_streams_sleep(rank)
+    _host_goes_on_while_streams_are_held(rank)
     _tensors_are_kept_until_wait(rank)
     _barrier_holds_the_host()
     _late_ranks_have_no_time_limit(rank)
     dist.destroy_process_group()
 
 
-def _host_goes_on_while_streams_sleep(rank: int) -> None:
+def _host_goes_on_while_streams_are_held(rank: int) -> None:
     source = torch.zeros(1000, device=DEVICE)
     output = torch.empty(2000, device=DEVICE)
     dist.barrier(device_ids=[0])
-    with host_goes_on():
-        sleep()
+    with simgpu()._held():
         source.add_(rank + 1)
         sums = dist.all_reduce(source, async_op=True)
         gathered = dist.all_gather_into_tensor(output, source, async_op=True)
@@ -241,9 +232,7 @@ def _tensors_are_kept_until_wait(rank: int) -> None:
     source = torch.full((1000,), rank + 1.0, device=DEVICE)
     place = source.data_ptr()
     dist.barrier(device_ids=[0])
-    if rank == 1:
-        sleep()
-    with host_goes_on():
+    with late(rank):
         work = dist.all_gather_into_tensor(output, source, async_op=True)
         del source
         kept = torch.full((1000,), 7.0, device=DEVICE)
@@ -255,30 +244,29 @@ def _tensors_are_kept_until_wait(rank: int) -> None:
     assert result.tolist() == [1.0] * 1000 + [2.0] * 1000
     # Without wait() they are kept until the operation is over.
     source = torch.full((1000,), rank + 3.0, device=DEVICE)
-    if rank == 1:
-        sleep()
-    work = dist.all_gather_into_tensor(output, source, async_op=True)
-    del source, work
-    torch.full((1000,), 9.0, device=DEVICE)
+    with late(rank):
+        work = dist.all_gather_into_tensor(output, source, async_op=True)
+        del source, work
+        torch.full((1000,), 9.0, device=DEVICE)
     synchronize()
     assert output.tolist() == [3.0] * 1000 + [4.0] * 1000
 
 
 def _barrier_holds_the_host() -> None:
     begin = time.monotonic()
-    sleep()
+    simgpu()._sleep(100_000)
     dist.barrier(device_ids=[0])
-    assert time.monotonic() - begin >= SLEEP
+    assert time.monotonic() - begin >= 0.1
 
 
 def _late_ranks_have_no_time_limit(rank: int) -> None:
     """A group's timeout is that of its connecting."""
-    group = new_group(timeout=timedelta(seconds=1.5))
+    group = new_group(timeout=timedelta(seconds=3))
     message, source = torch.full((3,), float(rank), device=DEVICE), torch.ones(4, device=DEVICE)
     pass_on = dist.irecv if rank == 0 else dist.isend
     for late in (False, True):
         if late and rank == 1:
-            time.sleep(2)
+            time.sleep(3.5)
         works = [
             pass_on(message, 1 - rank, group=group),
             dist.all_reduce(source, group=group, async_op=True),
@@ -387,7 +375,7 @@ def peer_never_comes(directory: Path) -> None:
     del works, work
     for group in (*groups, late):
         dist.destroy_process_group(group)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 30
     over.touch()
 
 

@@ -47,7 +47,7 @@ def test_the_host_does_not_wait(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("simgpu")
 @pytest.mark.parametrize(
     ("how", "said", "seconds"),
-    [("killed", "has ended", 10), ("leaves", "has let go of the model", 10),
+    [("killed", "has ended", 30), ("leaves", "has let go of the model", 30),
      pytest.param("stopped", "is stopped", 40, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_rank_that_is_lost_is_named_and_what_waits_for_it_ends(

@@ -58,6 +58,30 @@ c10::intrusive_ptr<c10d::Backend> make_group(const c10::intrusive_ptr<c10d::Stor
   return c10::make_intrusive<SimulatedGroup>(store, rank, size, timeout, &make_gloo);
 }
 
+/// Holds a stream until the host opens it. After a minute it opens by itself: who should have done
+/// so waits for the stream. Thread-safe.
+class Gate {
+ public:
+  void pass() {
+    std::unique_lock lock(mutex_);
+    late_ = !changed_.wait_for(lock, std::chrono::minutes(1), [this] { return open_; });
+  }
+
+  /// Returns whether the stream was held until now.
+  bool open() {
+    const std::scoped_lock lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+    return !late_;
+  }
+
+ private:
+  std::mutex mutex_;  // guards all below
+  std::condition_variable changed_;
+  bool open_ = false;
+  bool late_ = false;
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_simulated_gpu, m) {
@@ -88,6 +112,12 @@ PYBIND11_MODULE(_simulated_gpu, m) {
         });
       },
       py::arg("microseconds"));
+  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate").def("open", &Gate::open);
+  m.def("hold", [] {
+    auto gate = std::make_shared<Gate>();
+    current_queue()->enqueue([gate] { gate->pass(); });
+    return gate;
+  });
   m.def("begin_capture", [] { Gpu::instance().capture(current_stream().id()); });
   m.def("end_capture", [] { Gpu::instance().capture(-1); });
   m.def("reset_error", [] { Gpu::instance().error().reset(); });
