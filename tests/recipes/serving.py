@@ -96,15 +96,23 @@ def wait_for(condition: Any, seconds: float = 60.0) -> None:
 
 
 class Slow:
-    """Makes each token of a model take some time, for tests of what happens meanwhile."""
+    """Makes tokens of a model wait, for tests of what happens meanwhile.
 
-    def __init__(self, model: InferenceModel, seconds: float) -> None:
+    Each takes some seconds, and after `before_held` of them the next one waits for `goes_on`.
+    """
+
+    def __init__(
+        self, model: InferenceModel, seconds: float = 0.0, *, before_held: int = 2**63
+    ) -> None:
         self.tokens = 0
-        self._seconds = seconds
+        self.goes_on = threading.Event()
+        self._seconds, self._before_held = seconds, before_held
         self._handle = model.model.register_forward_pre_hook(self._wait)
 
     def _wait(self, *_: Any) -> None:
         self.tokens += 1
+        if self.tokens > self._before_held:
+            assert self.goes_on.wait(60)
         time.sleep(self._seconds)
 
     def __enter__(self) -> Slow:

@@ -138,9 +138,9 @@ def test_the_studio_shows_an_answer_while_it_comes(
     from castor.recipes.studio_page import answers
 
     with served(model, max_new_tokens=9) as short:
-        *pieces, last = answers(short.url, HELLO)
-        assert all(longer.startswith(piece) for piece, longer in pairwise([*pieces, last]))
-        assert last
+        tries = (list(answers(short.url, HELLO)) for _ in range(20))
+        pieces = next(found for found in tries if "".join(found))  # one in 400 ends at once
+        assert all(longer.startswith(piece) for piece, longer in pairwise(pieces))
         long = [{"role": "user", "content": "a " * POSITIONS}]
         with pytest.raises(
             UsageError, match=r"^the prompt has \d+ tokens and .*shorten the prompt"
@@ -336,13 +336,12 @@ def test_twenty_clients_of_which_two_break_off(model: InferenceModel) -> None:
         assert [text for text in found if text is not None] == [
             text for i, text in enumerate(expected) if i not in (4, 8)
         ]
-        assert slow.tokens < 18 * 12 + 2 * 100
+        assert slow.tokens < 18 * 12 + 2 * 200  # that the two would have taken
 
 
 def test_generation_stops_for_a_client_that_is_gone(model: InferenceModel) -> None:
-    with served(model) as server, Slow(model, 0.02) as slow:
-        for stream in (False, True):
-            slow.tokens = 0
+    for stream in (False, True):
+        with served(model) as server, Slow(model, before_held=3) as slow:
             body = {"model": "tiny", "prompt": "A", "max_tokens": 200, "seed": 0, "stream": stream}
             text = json.dumps(body)
             host, _, port = server.url.removeprefix("http://").removesuffix("/v1").partition(":")
@@ -352,15 +351,19 @@ def test_generation_stops_for_a_client_that_is_gone(model: InferenceModel) -> No
                     f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
                 )
                 connection.sendall((head + text).encode())
-                wait_for(lambda: slow.tokens >= 3)
+                wait_for(lambda: slow.tokens == 4)
+                turn = server.api.turns._current
+                assert turn is not None
+            wait_for(turn.gone.is_set)
+            slow.goes_on.set()
             wait_for(lambda: server.api.turns._current is None)
-            assert 3 <= slow.tokens < 60
+            assert slow.tokens <= 5
 
 
 def test_a_full_queue_says_when_to_come_again(model: InferenceModel) -> None:
     with (
         served(model, max_waiting=1) as server,
-        Slow(model, 0.02) as slow,
+        Slow(model, before_held=0) as slow,
         client(server) as ask,
         ThreadPoolExecutor(2) as threads,
     ):
@@ -376,6 +379,7 @@ def test_a_full_queue_says_when_to_come_again(model: InferenceModel) -> None:
             create()
         assert int(refused.value.response.headers["retry-after"]) >= 1
         assert refused.value.code == "queue_full"
+        slow.goes_on.set()
         assert first.result().choices[0].text == second.result().choices[0].text
         create()
 
@@ -571,11 +575,12 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(
 ) -> None:
     turns = iter(["Hello", "Again", None])
     sampling = Sampling(max_new_tokens=100, seed=0)
-    with Slow(model, 0.01) as slow:
+    with Slow(model, before_held=4) as slow:
 
         def press() -> None:
-            wait_for(lambda: slow.tokens >= 5)
+            wait_for(lambda: slow.tokens == 5)
             os.kill(os.getpid(), signal.SIGINT)
+            slow.goes_on.set()
 
         pressing = threading.Thread(target=press)
         pressing.start()
