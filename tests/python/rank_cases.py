@@ -576,7 +576,7 @@ def one_fails(directory: Path) -> None:
             if rank == 1:
                 failed.write_text(str(time.time()))
                 print(_refused(lambda: booster.load(directory / "run", model, optimizer)))
-                end = time.monotonic() + 30
+                end = time.monotonic() + 60
                 while not heard.exists() and time.monotonic() < end:
                     time.sleep(0.01)
             else:

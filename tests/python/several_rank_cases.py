@@ -373,7 +373,7 @@ def different_lists(_: Path) -> None:
             distributed.barrier()
             begun = time.monotonic()
             said = _refused(lambda: booster.boost(model, optimizers))  # noqa: B023
-            print(time.monotonic() - begun < 1, said)
+            print(time.monotonic() - begun < 30, said)
 
 
 def _head(model: Any) -> Optimizer:

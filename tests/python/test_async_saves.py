@@ -521,7 +521,7 @@ def test_a_save_uses_a_fortieth_of_the_cores(monkeypatch: pytest.MonkeyPatch) ->
     assert rest_behind(pace, 0.02) >= 19 * 0.02
     assert rest_behind(pace, 0.0) < 1.0  # by what it has used since
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(40)))
-    assert rest_behind(pace, 0.2) < 0.2
+    assert rest_behind(pace, 0.2) < 2.0  # of 3.8 on two
 
 
 def test_a_save_works_on_an_idle_thread_until_it_is_waited_for() -> None:

@@ -279,7 +279,7 @@ def test_command_runs_for_real_in_time_and_without_warnings() -> None:
     assert facts["adam_bytes_per_second"] > 1e8
     assert facts["copy_bytes_per_second"] > 1e8
     assert 1 <= facts["num_usable_cpus"] <= facts["num_cpus"]
-    assert seconds < 20
+    assert seconds < 60
 
 
 def test_a_directory_is_measured_at_the_setting_that_is_suggested(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ import gc
 import io
 import os
 import pickle
-import time
+import select
+import signal
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -109,16 +110,13 @@ def test_a_forked_child_may_drop_the_model(overlap: str, tmp_path: Path) -> None
         del stored
         gc.collect()
         os._exit(7)
-    done, status = 0, 0
-    for _ in range(1000):
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            break
-        time.sleep(0.01)
-    else:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-    assert done == child, "the child hung"
+    descriptor = os.pidfd_open(child)
+    over, _, _ = select.select([descriptor], [], [], 60)
+    os.close(descriptor)
+    if not over:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert over, "the child hung"
     assert os.waitstatus_to_exitcode(status) == 7
     assert len(list(tmp_path.iterdir())) == 1  # still the parent's
     plain = boost(tower(), chunk_bytes=CHUNK)

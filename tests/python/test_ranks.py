@@ -323,7 +323,7 @@ def test_ranks_do_not_wait_for_one_whose_update_failed(
     assert "rank 1 of 2 has let go of the others" in second[1]
     assert "rank 0 of 2 lost the others" in first[0]
     assert link == "group" or re.search(r"rank 1 \(process \d+\) has let go", first[0])
-    assert link == "group" or float(first[1]) < 10
+    assert link == "group" or float(first[1]) < 30
 
 
 @pytest.fixture(scope="module")
