@@ -155,6 +155,12 @@ REDUCED = {
     )
 } | {"fp32 stage 1, deferred": CLOSE["deferred"]}
 """Cases of which gradients are added by castor and by the backend."""
+REDUCED_ON = {
+    2: REDUCED,
+    4: grids.some(REDUCED, "fp32 stage 1, tight", "bf16 stage 1, all on the device",
+                  "fp32 stage 1, deferred", "fp32 stage 2", "bf16 stage 3"),
+}  # fmt: skip
+"""By the number of ranks."""
 
 
 BESIDE = (16 << 20) + (16 << 10)
@@ -162,11 +168,11 @@ BESIDE = (16 << 20) + (16 << 10)
 
 
 def reductions(directory: Path) -> None:
-    """Losses and reports of REDUCED with each reduction."""
+    """Losses and reports of REDUCED_ON with each reduction."""
     castor.launch_from_torch()
     rank = distributed.get_rank()
     found: dict[str, dict[str, Any]] = {}
-    for name, case in REDUCED.items():
+    for name, case in REDUCED_ON[distributed.get_world_size()].items():
         for reduction in ("ordered", "backend"):
             asked = _with_memory(case, tight=False)
             settings = asked.settings | {"reduction": reduction}
