@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Inductor's workers each import torch, for a few kernels in all.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import transformers
 
@@ -88,13 +91,33 @@ def pytest_configure() -> None:
         simulated_gpu.install()
 
 
-def pytest_collection_finish() -> None:
+_FEW_MODULES = 100
+_num_frozen = 0
+"""Modules that there were when what imports had made was frozen."""
+
+
+def _freeze() -> None:
     """Freezes what imports have made: a collection takes 0.3 s with it, and none without.
 
     Tests and boost() collect to see what nobody holds any more. That is made after this.
     """
+    global _num_frozen
     gc.collect()
     gc.freeze()
+    _num_frozen = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    """Freezes what collecting the tests has imported."""
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    """Freezes what a test has imported, such as torch's compiler, for those after it."""
+    yield
+    if len(sys.modules) - _num_frozen > _FEW_MODULES:
+        _freeze()
 
 
 def pytest_unconfigure() -> None:
@@ -104,7 +127,7 @@ def pytest_unconfigure() -> None:
 
 def _is_of_ranks(value: object) -> bool:
     """Whether a module that holds `value` starts ranks; run_python starts one process."""
-    if getattr(value, "__name__", "") == "run_python":
+    if getattr(value, "__name__", "") in ("run_python", "held_port"):
         return False
     return "rank_processes" in (getattr(value, "__module__", ""), getattr(value, "__name__", ""))
 

@@ -5,7 +5,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from castor import cli
 from castor.errors import UsageError
 from castor.launch import rendezvous
-from rank_processes import run_python
+from rank_processes import held_port, run_python
 
 LOOP = """
 import sys
@@ -154,6 +154,13 @@ def test_it_is_said_when_nothing_is_boosted(
 def test_a_process_that_the_script_started_is_named_where_nothing_trained(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    def start_process(command: Sequence[str]) -> int:  # others start it as users' do
+        done = run_python(*command)
+        print(done.stdout, end="")
+        print(done.stderr, end="", file=sys.stderr)
+        return done.returncode
+
+    monkeypatch.setattr(sys.modules["castor.launch.run"], "start_process", start_process)
     status, out, said = run(["--device", "cpu", "other.py"], monkeypatch, capfd)
     assert (status, out) == (1, "ran\n")
     assert "castor: error: castor trained nothing" in said
@@ -183,10 +190,11 @@ def taken() -> Iterator[int]:
         thread.join()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+@pytest.fixture
+def port() -> Iterator[int]:
+    """At which the test can listen, and which nobody else is given meanwhile."""
+    with held_port() as holder:
+        yield holder.getsockname()[1]
 
 
 def test_a_port_of_another_program_is_named(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,16 +207,17 @@ def test_a_port_of_another_program_is_named(taken: int, monkeypatch: pytest.Monk
         pass
 
 
-def test_machines_that_do_not_come_are_counted() -> None:
-    place = f"localhost:{free_port()}"
-    said = rf"1 of 2 machines came to {place} within 0.2 s \({socket.gethostname()}\); start"
-    with pytest.raises(UsageError, match=said), rendezvous.all_machines(place, 2, 0.2):
+def test_machines_that_do_not_come_are_counted(port: int) -> None:
+    place = f"localhost:{port}"
+    # The store has so long to begin as well.
+    said = rf"1 of 2 machines came to {place} within 1 s \({socket.gethostname()}\); start"
+    with pytest.raises(UsageError, match=said), rendezvous.all_machines(place, 2, 1.0):
         pass
 
 
-def test_machines_that_come_meet() -> None:
+def test_machines_that_come_meet(port: int) -> None:
     """Each is told of the others, however soon the one that keeps the store leaves."""
-    place, met = f"localhost:{free_port()}", []
+    place, met = f"localhost:{port}", []
 
     def come() -> None:
         with rendezvous.all_machines(place, 3, 20.0):
@@ -222,9 +231,8 @@ def test_machines_that_come_meet() -> None:
     assert met == 3 * [place]
 
 
-def test_a_machine_that_leaves_before_the_others_have_come_is_named() -> None:
+def test_a_machine_that_leaves_before_the_others_have_come_is_named(port: int) -> None:
     """The one that keeps the store, as where somebody stops its command."""
-    port = free_port()
     store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
 
     def leave() -> None:
@@ -244,9 +252,9 @@ def test_a_machine_that_leaves_before_the_others_have_come_is_named() -> None:
     keeper.join()
 
 
-def test_a_host_where_nobody_listens_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_where_nobody_listens_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_is_here", lambda *_: False)  # another machine's
-    place = f"localhost:{free_port()}"
+    place = f"localhost:{port}"
     with (
         pytest.raises(UsageError, match=f"nothing answers at {place} within 0.2 s; start the same"),
         rendezvous.all_machines(place, 2, 0.2),
