@@ -79,7 +79,7 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> N
     child = "import time; print('began', flush=True); time.sleep(1000)"
     hang = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     start = time.monotonic()
-    results = run(tmp_path, command("hangs", hang, limit=1.0), command("passes", "pass"))
+    results = run(tmp_path, command("hangs", hang, limit=3.0), command("passes", "pass"))
     assert outcomes(results) == {"hangs": "timeout", "passes": "passed"}
     assert "began" in error_of(results, "hangs")
     assert time.monotonic() - start < 30
@@ -119,7 +119,7 @@ def pytest_batch(tmp_path: Path, content: str, **more: Any) -> Batch:
 
 
 def test_every_test_of_a_suite_has_its_result(tmp_path: Path) -> None:
-    results = run(tmp_path, pytest_batch(tmp_path, SUITE, limit=3.0))
+    results = run(tmp_path, pytest_batch(tmp_path, SUITE, limit=6.0))
     found = {test.split("::")[-1]: outcome for test, outcome in outcomes(results).items()}
     assert found == {
         "test_passes": "passed",
