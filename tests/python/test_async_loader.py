@@ -3,8 +3,6 @@
 import gc
 import os
 import random
-import subprocess
-import sys
 import threading
 import traceback
 import weakref
@@ -25,6 +23,7 @@ from castor import AsyncLoader
 from castor.checkpoint.rank_sampler import RankSampler
 from castor.checkpoint.values import decode, encode
 from helpers import boost, plugin
+from rank_processes import run_python
 from test_forks import in_child
 from zoo import VOCABULARY, gpt2, tower, tower_batch
 
@@ -201,15 +200,14 @@ def test_workers_end_with_the_iteration() -> None:
     assert all(not worker.is_alive() for worker in workers)
 
 
-def test_a_process_may_end_in_the_middle() -> None:
-    script = (
+def test_a_process_may_end_in_the_middle(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
         "import itertools, castor\n"
         "batches = iter(castor.AsyncLoader(list(range(9)), device='cpu', depth=1))\n"
         "print(next(batches))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120
-    )
+    done = run_python("-W", "error", script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -35,6 +33,7 @@ from helpers import (
     param_bytes,
     plugin,
 )
+from rank_processes import run_python
 from simulated import Simulation
 from stored_tower import wide
 from zoo import llama, tower, tower_batch
@@ -104,14 +103,15 @@ RUN = """
 
 
 @pytest.mark.parametrize("settings", ["", 'overlap="forward"'], ids=["none", "forward"])
-def test_asking_while_a_copy_is_under_way_neither_hangs_nor_stops_python(settings: str) -> None:
-    script = textwrap.dedent(RUN).format(here=str(HERE), settings=settings)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
-    )
+def test_asking_while_a_copy_is_under_way_neither_hangs_nor_stops_python(
+    settings: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "asking.py"
+    script.write_text(textwrap.dedent(RUN).format(here=str(HERE), settings=settings))
+    done = run_python(script)
     assert done.returncode == 0, done.stderr
     if builds.WANTED is None:  # a sanitizer's build is slow all the time
-        assert float(done.stdout) < 0.2  # a busy machine holds it up as well, but not all along
+        assert float(done.stdout) < 0.5  # a busy machine holds it up as well, but not all along
 
 
 BACKWARD = {"overlap": "backward", "nonfinite": "ignore", "enable_gradient_accumulation": False}

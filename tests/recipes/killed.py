@@ -1,7 +1,7 @@
 """Trains recipes in processes that are killed in the middle of a step, and started again.
 
-killed.py FOLDER: for each recipe `NAME.yaml` that the folder holds, one run is not killed. Each of
-three others is killed at a moment that its seed draws, and goes on. `ends.json` has how each
+killed.py FOLDER NAME-SEED...: for each recipe `NAME.yaml` that the folder holds, one run is not
+killed. Others are killed at the moments that their seeds draw, and go on. `ends.json` has how each
 process ended.
 """
 
@@ -19,7 +19,6 @@ import transformers
 from castor.recipes import train
 from castor.recipes.recipe import load
 
-SEEDS = (1, 2, 3)
 LONGEST_STEP = 0.08
 """Seconds; a step of these recipes takes about 0.04 on an idle core."""
 
@@ -59,14 +58,14 @@ def ended(file: Path, run: Path, *callbacks: Any) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-folder = Path(sys.argv[1])
+folder, seeds = Path(sys.argv[1]), [name.split("-") for name in sys.argv[2:]]
 found = {}
 for file in sorted(folder.glob("*.yaml")):
     steps = load(file).train.max_steps
     assert steps is not None
     found[file.stem] = [ended(file, folder / file.stem)]
-    for seed in SEEDS:
-        draw = random.Random(seed)
+    for seed in (seed for name, seed in seeds if name == file.stem):
+        draw = random.Random(int(seed))
         end = Killed(draw.randrange(1, steps // 2), draw.uniform(0, LONGEST_STEP))
         name = f"{file.stem}-{seed}"
         found[name] = [

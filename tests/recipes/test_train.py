@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from castor.errors import UsageError
 from castor.recipes import train
 from castor.recipes.recipe import Recipe, dump, load
+from grids import some
+from rank_processes import run_python
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
@@ -63,8 +65,7 @@ def recipe_file(
 
 
 def castor(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "castor", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return run_python("-m", "castor", *arguments)
 
 
 def logged(run: Path, name: str = "loss") -> list[float]:
@@ -76,14 +77,11 @@ def weights(run: Path) -> bytes:
     return (run / "model.safetensors").read_bytes()
 
 
-def run_script(name: str, *arguments: Path) -> None:
+def run_script(name: str, *arguments: str | Path) -> None:
     """Runs a script of this folder as `castor run` does, under SETTINGS."""
     script = Path(__file__).with_name(name)
-    command = ["-m", "castor.integrations.script", json.dumps(SETTINGS), script, *arguments]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    command = ("-m", "castor.integrations.script", json.dumps(SETTINGS), script, *arguments)
+    done = run_python(*command, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -321,6 +319,13 @@ def test_training_without_castor_in_the_process_is_refused(place: Path) -> None:
         train.fit(recipe_of(place))
 
 
+KILLED = some(
+    tuple(f"{adapter}-{seed}" for adapter in ("full", "lora") for seed in (1, 2, 3)),
+    *("full-1", "full-3", "lora-2"),
+)
+"""Recipes, and seeds of the moments at which their runs are killed."""
+
+
 @pytest.fixture(scope="module")
 def killed(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of killed.py, of all weights and of adapters."""
@@ -330,23 +335,23 @@ def killed(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         given = ["method.lora.lora_dropout=0.1"] if adapter == "lora" else []
         recipe = load(recipe_file(place, "killed", adapter=adapter), [*more, *given])
         (folder / f"{adapter}.yaml").write_text(dump(recipe))
-    run_script("killed.py", folder)
+    run_script("killed.py", folder, *KILLED)
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("adapter", ["full", "lora"])
+@pytest.mark.parametrize("name", KILLED)
 def test_a_run_that_is_killed_within_a_step_and_goes_on_ends_with_the_same_bits(
-    killed: Path, adapter: str, seed: int
+    killed: Path, name: str
 ) -> None:
     ends = json.loads((killed / "ends.json").read_text())
+    adapter = name.partition("-")[0]
     assert ends[adapter] == [0]
-    first, _, second = ends[f"{adapter}-{seed}"]
+    first, _, second = ends[name]
     assert (first, second) == (-signal.SIGALRM, 0)
-    name = "model.safetensors" if adapter == "full" else "adapter_model.safetensors"
-    plain, resumed = killed / adapter, killed / f"{adapter}-{seed}"
-    assert (resumed / name).read_bytes() == (plain / name).read_bytes()
+    file = "model.safetensors" if adapter == "full" else "adapter_model.safetensors"
+    plain, resumed = killed / adapter, killed / name
+    assert (resumed / file).read_bytes() == (plain / file).read_bytes()
     assert logged(resumed) == logged(plain)
 
 

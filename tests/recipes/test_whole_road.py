@@ -28,6 +28,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from castor.recipes.studio_jobs import Job, Workspace
+from rank_processes import run_python
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,11 +51,8 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 
 
-def castor(folder: Path, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "castor", *arguments],
-        cwd=folder, input=text, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+def castor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = run_python("-m", "castor", *arguments, directory=folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return done
 
@@ -145,7 +143,10 @@ def test_the_road_from_chats_to_a_served_and_exported_model(
     question = "What does castor do?"
     answer = greedy(plain, words, question, 8)
     limits = ("--temperature", "0", "--max-new-tokens", "8")
-    chatted = castor(folder, "chat", "runs/sft", *limits, *BUDGETS, text=f"{question}\n")
+    chatted = subprocess.run(
+        [sys.executable, "-m", "castor", "chat", "runs/sft", *limits, *BUDGETS],
+        cwd=folder, input=f"{question}\n", capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
     assert chatted.stdout.strip() == answer.strip()
 
     serve = [sys.executable, "-m", "castor", "serve", "runs/sft", "--port", "0", *BUDGETS]
