@@ -36,8 +36,9 @@ def train(layout: dict[str, Any], *, fullgraph: bool, case: Case = LLAMA) -> lis
     """Losses, the same batch on every rank."""
     model: Any = case.model()
     model.config.use_cache = False
-    # Autograd's part of many graphs takes the longest, and is as that of a ring's few.
-    backend = "eager" if "tp_size" in layout and not grids.WHOLE else "aot_eager"
+    # Autograd's part of many graphs takes the longest, and is as that of the stages' few.
+    many = {"tp_size", "sp_size"} & layout.keys()
+    backend = "eager" if many and not grids.WHOLE else "aot_eager"
     for block in find_blocks(model).values():
         block.compile(fullgraph=fullgraph, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
