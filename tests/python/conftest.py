@@ -113,10 +113,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Generator[None, None, None]:
-    """Freezes what a test has imported, such as torch's compiler, for those after it."""
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, None, None]:
+    """Freezes what tests have imported, such as torch's compiler, and what is left of a file's."""
     yield
-    if len(sys.modules) - _num_frozen > _FEW_MODULES:
+    over = nextitem is None or nextitem.path != item.path
+    if over or len(sys.modules) - _num_frozen > _FEW_MODULES:
         _freeze()
 
 
