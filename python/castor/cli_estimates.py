@@ -126,7 +126,9 @@ def estimate(
     ] = None,
     reduction: Annotated[
         str | None,
-        typer.Option(help="As in GeminiPlugin: ordered, or backend with --transport nccl."),
+        typer.Option(
+            help="As in GeminiPlugin: ordered; backend with --transport nccl; auto: the faster one."
+        ),
     ] = None,
     lora: Annotated[
         int | None,

@@ -29,7 +29,7 @@ from castor.planner.layout_cost import LayoutCost
 from castor.planner.layout_report import arguments_of
 from castor.planner.layout_search import LayoutSearch
 from castor.planner.layouts import Layout, layouts
-from castor.planner.replicas import ReplicaSeconds
+from castor.planner.replicas import ReplicaSeconds, dram_of_replicas
 from castor.planner.simulated_rank import SimulatedModel, StagePass
 from castor.runtime.parallel_dims import ParallelDims
 from rank_processes import run_python
@@ -462,7 +462,7 @@ def test_gpus_exchange_through_host_memory_unless_asked_otherwise(config: Path) 
         ({"transport": None}, "leave it out, or give transport: nccl"),
         ({"transport": "host"}, "link has no use with transport: host"),
         ({"transport": "pigeon"}, "transport is 'pigeon'; give one of host, nccl"),
-        ({"reduction": "fast"}, "reduction is 'fast'; give one of ordered, backend"),
+        ({"reduction": "fast"}, "reduction is 'fast'; give one of ordered, backend, auto"),
         ({"reduction": "backend", "device": "cpu"}, "between GPUs: give transport: nccl as well"),
     ],
 )
@@ -606,6 +606,79 @@ def test_a_backends_sums_of_replicas_are_hidden_and_planned(config: Path) -> Non
     apart, same = (found.cost(layout, cluster(**nodes, reduction=of)).exposed
                    for of in ("ordered", "backend"))  # fmt: skip
     assert apart == same
+
+
+@pytest.mark.parametrize(
+    ("reduction", "resident", "gigabytes"),
+    [
+        ("ordered", 0.0, 9.0),  # 8 GB read of eight gradients, 1 GB of means written
+        ("backend", 0.0, 9.0),  # 8 GB to the GPU, and 1 GB of means back
+        ("ordered", 1.0, 33.0),  # gradients down, read and their means up, weights in and out: 4 P
+        ("backend", 1.0, 1.0),  # a shard of the weights
+        ("ordered", 0.5, 21.0),
+        ("backend", 0.5, 5.0),
+    ],
+)
+def test_what_replicas_of_8_gpus_move_through_host_memory(
+    reduction: str, resident: float, gigabytes: float
+) -> None:
+    on = cluster(ranks_per_node=8, reduction=reduction)
+    layout = Layout(dims=ParallelDims(dp=8))
+    assert dram_of_replicas(layout, on, int(8e9), resident) == pytest.approx(gigabytes * 1e9)
+    alone = Layout(dims=ParallelDims(tp=8))
+    assert dram_of_replicas(alone, on, int(8e9), resident) == 0
+
+
+def test_host_memory_is_a_wall_for_8_gpus(config: Path) -> None:
+    """Of resident chunks 33 P pass in order, P by the backend; of streamed ones copies and Adam."""
+    found = search(config)
+    layout = Layout(dims=ParallelDims(dp=8), rows=1)
+    weights = 4 * found.parameters  # fp32
+    of_8 = {"ranks_per_node": 8, "dram": "8GB/s", "link_latency_us": 0}
+    for reduction, passed in (("ordered", 33), ("backend", 1)):
+        cost = found.cost(layout, cluster(**of_8, reduction=reduction))
+        assert cost.dram_bytes == pytest.approx(passed * weights)
+        assert cost.dram_seconds == pytest.approx(passed * weights / 8e9)
+        # Ordered sums come behind the passes, and have their own time; the others run beside.
+        others = sum(cost.busy.values()) - cost.busy["dram"]
+        wall = cost.dram_seconds if reduction == "backend" else 0.0
+        assert cost.seconds == pytest.approx(max(others, wall))
+    least = cost.device_bytes
+    tight = of_8 | {"device_memory": least, "h2d": "100GB/s", "d2h": "100GB/s", "flops": "1000T"}
+    fast, slow = (
+        found.cost(layout, cluster(**tight | {"dram": dram, "updates": "1TB/s"}))
+        for dram in ("10TB/s", "1GB/s")
+    )
+    assert fast.dram_bytes == slow.dram_bytes
+    # Down once or twice, gradients home, 28 bytes of Adam and 4 of the norm an element by shards.
+    beside = slow.dram_bytes / 8 - 9 / 8 * weights
+    assert (1 + 1 + 28 / 4 / 8) * weights <= beside <= (2 + 1 + 28 / 4 / 8 + 1) * weights
+    assert (fast.busy["dram"], fast.bound == "dram") == (0, False)
+    wall = 8 * beside / 1e9
+    assert slow.seconds == pytest.approx(wall + slow.busy["reduce"])
+    assert slow.busy["dram"] > fast.seconds
+    assert sum(slow.busy.values()) == pytest.approx(slow.seconds)
+    assert slow.bound == "dram"
+
+
+def test_the_reduction_that_is_faster_is_planned(config: Path) -> None:
+    """Host memory that 8 GPUs share decides against their link."""
+    found = search(config)
+    layout = Layout(dims=ParallelDims(dp=8), rows=1)
+    for link, dram, chosen in (
+        ("100GB/s", "16GB/s", "backend"), ("1MB/s", "160GB/s", "ordered"),
+    ):  # fmt: skip
+        on = {"ranks_per_node": 8, "link": link, "dram": dram}
+        of_each = {
+            of: found.cost(layout, cluster(**on, reduction=of)) for of in ("ordered", "backend")
+        }
+        planned = cluster(**on, reduction="auto")
+        cost = found.cost(layout, planned)
+        assert cost == min(of_each.values(), key=lambda one: one.seconds)
+        assert cost.reduction == chosen
+        assert arguments_of(cost, planned).get("reduction", "ordered") == chosen
+        fastest = found.search(planned, shown=1).fitting[0]
+        assert fastest.seconds <= cost.seconds
 
 
 def test_who_waits_leaves_processors_to_others(config: Path) -> None:

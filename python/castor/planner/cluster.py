@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from castor.config import Precision, parse_bandwidth, parse_paths
 from castor.config.names import Reduction
@@ -22,6 +22,14 @@ _OF_A_NODE = (
     *("device_bandwidth", "operator_us", "nvme", "nvme_memory"),
 )
 _MICROSECOND = 1e-6
+PlannedReduction = Literal["ordered", "backend", "auto"]
+"""GeminiPlugin's reduction; "auto": the faster one of each layout."""
+REDUCTIONS: dict[PlannedReduction, tuple[Reduction, ...]] = {
+    "ordered": ("ordered",),
+    "backend": ("backend",),
+    "auto": ("ordered", "backend"),
+}
+"""Reductions that a search compares, by the description's word for them."""
 Transport = Literal["host", "nccl"]
 """Path of activations between GPUs: through host memory, or directly by NCCL.
 
@@ -119,8 +127,9 @@ class Cluster:
     """Directories on each node's NVMe; empty: a node has no NVMe."""
     transport: Transport = "host"
     """Path of activations."""
-    reduction: Reduction = "ordered"
-    """GeminiPlugin's reduction. With "backend" replicas on one node exchange from GPU to GPU."""
+    reduction: PlannedReduction = "ordered"
+    """GeminiPlugin's reduction. With "backend" replicas on one node exchange from GPU to GPU. With
+    "auto" a search takes the faster one of each layout."""
     replica_link: Link | None = None
     """Link of data-parallel replicas on one node; None: `link`."""
 
@@ -134,6 +143,17 @@ class Cluster:
         if self.on_host or self.ranks == 1:
             return ""
         return BACKEND_SUMS if self.reduction == "backend" else TRANSPORTS[self.transport]
+
+    def with_each_reduction(self) -> list[Cluster]:
+        """Returns the cluster with each reduction that a search compares."""
+        return [dataclasses.replace(self, reduction=one) for one in REDUCTIONS[self.reduction]]
+
+    def dram_seconds(self, num_bytes: float) -> float:
+        """Returns the seconds in which every rank of a node moves `num_bytes` through its memory.
+
+        All ranks of a node share the bandwidth, whether or not they compute at a time.
+        """
+        return num_bytes / self.machine.dram * self.ranks_per_node / self.at_once
 
     @property
     def rings_overlap(self) -> bool:
@@ -177,7 +197,8 @@ class Cluster:
         - at_once: number of a node's ranks that have processors at a time, for device "cpu"
           (default: all).
         - transport: "host" (default) or, for GPUs, "nccl".
-        - reduction: "ordered" (default) or, with transport "nccl", "backend".
+        - reduction: "ordered" (default) or, with transport "nccl", "backend", or "auto" for the
+          faster one of each layout.
         - network: bandwidth of a rank to other nodes, such as "40GB/s".
         - link: bandwidth of a rank to others of its node, for transport "nccl" and device "cpu".
           GPUs that exchange through host memory have the bandwidth of dram.
@@ -206,12 +227,13 @@ class Cluster:
         transport = _transport_of(settings, on_host=on_host)
         through_host = transport == "host" and not on_host
         reduction = settings.get("reduction", "ordered")
-        if reduction not in get_args(Reduction):
-            given = ", ".join(get_args(Reduction))
+        if reduction not in REDUCTIONS:
+            given = ", ".join(REDUCTIONS)
             raise UsageError(f"reduction is {reduction!r}; give one of {given}")
-        if reduction == "backend" and transport != "nccl":
+        if reduction != "ordered" and transport != "nccl":
             raise UsageError(
-                "reduction: backend has NCCL add up, between GPUs: give transport: nccl as well"
+                f"reduction: {reduction} has NCCL add up, between GPUs: give transport: nccl as "
+                "well"
             )
         needed = {
             "link": counts["ranks_per_node"] > 1 and not through_host,
@@ -258,7 +280,7 @@ class Cluster:
             link=link,
             network=network,
             transport=transport,
-            reduction=cast(Reduction, reduction),
+            reduction=cast(PlannedReduction, reduction),
             replica_link=replica_link,
             at_once=min(each, at_once),
             nvme_paths=tuple(map(str, parse_paths(settings.get("nvme_path"), "nvme_path"))),

@@ -14,7 +14,7 @@ from castor.errors import UsageError
 from castor.estimate.estimator import size
 from castor.estimate.workload import Workload
 from castor.planner.cluster import Cluster
-from castor.planner.layout_report import BOUNDS, exposed
+from castor.planner.layout_report import BOUNDS, dram_of, exposed
 from castor.planner.layout_search import LayoutSearch
 from castor.planner.layouts import Layout, LayoutActivations
 from castor.planner.replicas import sent_between_replicas
@@ -46,6 +46,12 @@ class RanksEstimate:
     """Seconds of communication that no computing hides."""
     exposed_share: float
     """Share of the step that they take."""
+    reduction: str
+    """GeminiPlugin's reduction with which the step is predicted."""
+    dram_bytes: int
+    """Bytes that the ranks of a node move through its memory in a step; see LayoutCost."""
+    dram_s: float
+    """Seconds that these take of the memory's bandwidth."""
     node_bytes: int
     """Bytes of gradients and weights that a rank sends to others of its node."""
     network_bytes: int
@@ -97,6 +103,9 @@ def estimate_ranks(config: Path, workload: Workload, cluster: Cluster) -> RanksE
         busy_s=cost.busy,
         exposed_s=cost.exposed,
         exposed_share=cost.exposed_share,
+        reduction=cost.reduction,
+        dram_bytes=cost.dram_bytes,
+        dram_s=cost.dram_seconds,
         node_bytes=int(sent.within),
         network_bytes=int(sent.across),
     )
@@ -124,6 +133,10 @@ def render(estimate: RanksEstimate, workload: Workload, on: Cluster, console: Co
     table.add_row("tokens/s", f"{estimate.tokens_per_s:,.0f} on all")
     hidden_by_nothing = exposed(estimate.exposed_s, estimate.exposed_share)
     table.add_row("communication", f"{hidden_by_nothing} of the step that no computing hides")
+    if on.reduction == "auto":
+        table.add_row("reduction", estimate.reduction)
+    through = dram_of(estimate.dram_bytes, estimate.dram_s, estimate.step_time_s)
+    table.add_row("host DRAM", f"{through} of the step, of all ranks of a node")
     table.add_row("sent in a step", f"{size(estimate.node_bytes)} a rank within a node, "
                                     f"{size(estimate.network_bytes)} to others")  # fmt: skip
     busy = (f"{name} {seconds:.2f} s" for name, seconds in estimate.busy_s.items() if seconds)

@@ -15,7 +15,7 @@ from castor.estimate.workload import Workload
 from castor.planner.cluster import Cluster
 from castor.planner.layout_cost import NO_NVME, ROUNDING
 from castor.planner.layouts import Layout
-from castor.planner.replicas import ranks_sharing_host_storage, reduced
+from castor.planner.replicas import least_reduced, ranks_sharing_host_storage
 from castor.planner.simulated_rank import SimulatedRank, StagePass
 from castor.runtime.engine import WORKING_DTYPES
 
@@ -125,7 +125,7 @@ def least_of_passes(of_all: ModelInLayout, like: Layout) -> float | None:
     bubble = each * (layout.dims.pp - 1) / count if layout.style != "zbv" else 0.0
     params = of_all.of_one.block_bytes * max(blocks[0], blocks[-1])
     element_bytes = WORKING_DTYPES[of_all.workload.precision].itemsize
-    return working + bubble + reduced(layout, cluster, params, element_bytes)
+    return working + bubble + least_reduced(layout, cluster, params, element_bytes)
 
 
 def least_of_replicas(of_all: ModelInLayout) -> float:

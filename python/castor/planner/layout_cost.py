@@ -9,21 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from castor import _C
 from castor.activations.block_profile import Events
+from castor.config.names import Reduction
 from castor.estimate import simulator
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import TraceEvent
 from castor.estimate.workload import Overlap
 from castor.planner.cluster import Cluster
 from castor.planner.layouts import Layout
-from castor.planner.replicas import ranks_sharing_host_storage, reduced, sent_by_backend
+from castor.planner.replicas import (
+    dram_of_replicas,
+    ranks_sharing_host_storage,
+    reduced,
+    sent_by_backend,
+)
 from castor.planner.simulated_rank import SEQUENCE, SimulatedRank, StagePass
 
 NO_NVME = 2**62
 """Host bytes with which nothing goes to NVMe; whether the host has room is checked later."""
+_NO_DRAM_WALL = 1e30
+"""Bandwidth of host memory in simulations of one rank; all ranks of a node share the real one."""
 ROUNDING = 1 - 1e-9
 """Factor of lower bounds of seconds, so that rounding does not lift them above the cost."""
 
@@ -63,6 +71,13 @@ class LayoutCost(_Needs):
     """Bytes of `nvme_bytes` that are parameters and gradients."""
     seconds: float
     """Seconds of the step."""
+    reduction: Reduction
+    """GeminiPlugin's reduction with which the step is predicted."""
+    dram_bytes: int
+    """Bytes that the ranks of a node move through its memory in a step: chunks on their way to
+    devices, gradients on their way home, reductions on the host, and the optimizer's."""
+    dram_seconds: float
+    """Seconds that these take of the memory's bandwidth."""
     busy: dict[str, float]
     """Seconds of the step by resource.
 
@@ -74,6 +89,7 @@ class LayoutCost(_Needs):
     - "nvme": NVMe that computing and the optimizer wait for.
     - "bubble": stages that wait for other stages.
     - "processors": processors that other ranks compute on.
+    - "dram": host memory that copies and the optimizer wait for, since the node's ranks share it.
     """
 
     @property
@@ -88,7 +104,9 @@ class LayoutCost(_Needs):
 
     @property
     def bound(self) -> str:
-        """Name in `busy` of the resource that takes longest."""
+        """Name in `busy` of the resource that takes longest; "dram" where it is the wall."""
+        if self.dram_seconds >= self.seconds * ROUNDING:
+            return "dram"
         return max(self.busy, key=lambda name: self.busy[name])
 
 
@@ -150,6 +168,8 @@ class End(_Needs):
         self._layout, self._cluster, self._rank, self._overlap = layout, cluster, rank, overlap
         self._replica, self._sharing = replica, ranks_sharing_host_storage(layout, cluster)
         self.slowdown, self.update = 1.0, 0.0
+        self.dram_bytes = 0.0
+        """Bytes through host memory in a step, of chunks, gradients and the optimizer."""
         self._alone = 0.0
         figures = self._time(recorded, host_bytes=NO_NVME)
         self.device_bytes = figures["smallest_budget_bytes"]
@@ -162,13 +182,16 @@ class End(_Needs):
         settled = cluster.between(layout.dims.layer_shards).collective(
             "all_reduce", recorded.settled_bytes, layout.dims.ep_of_dp
         )
-        self.reduce = settled + self._exposed_of_replicas(recorded, figures["num_resident"])
+        chunks = max(recorded.simulator.chunks) + 1
+        resident = figures["num_resident"] / chunks
+        self.reduce = settled + self._exposed_of_replicas(recorded, resident, chunks)
+        self.dram_of_replicas = dram_of_replicas(layout, cluster, recorded.param_bytes, resident)
+        """Bytes through host memory in a step, of exchanges with other replicas."""
 
-    def _exposed_of_replicas(self, recorded: SimulatedRank, num_resident: int) -> float:
+    def _exposed_of_replicas(self, recorded: SimulatedRank, resident: float, chunks: int) -> float:
         """Returns the seconds of what replicas exchange that computing does not hide."""
         layout, cluster = self._layout, self._cluster
-        chunks = max(recorded.simulator.chunks) + 1
-        seconds = sent_by_backend(layout, cluster, recorded.param_bytes, num_resident / chunks)
+        seconds = sent_by_backend(layout, cluster, recorded.param_bytes, resident)
         if seconds is None:
             return reduced(layout, cluster, recorded.param_bytes, recorded.element_bytes)
         passes = [seconds_of(one, cluster, layout) for one in recorded.passes.values()]
@@ -224,6 +247,11 @@ class End(_Needs):
         if self._overlap != "none" and not self._cluster.on_host:
             beside, _ = self._simulate(recorded, self._overlap, places)
         self._alone = alone
+        layout = self._layout
+        copied = apart["h2d_bytes"] + apart["d2h_bytes"]
+        moved = apart["busy_seconds"]["dram"] * _NO_DRAM_WALL
+        again = layout.microbatches / layout.simulated_microbatches - 1
+        self.dram_bytes = moved + copied * again
         self.slowdown = max(1.0, apart["passes_seconds"] / alone) if alone else 1.0
         held_up = max(0.0, beside["passes_seconds"] - apart["passes_seconds"])
         self.update = held_up + beside["step_seconds"] - beside["passes_seconds"]
@@ -262,6 +290,10 @@ class End(_Needs):
         options = simulator.options(
             cluster.machine, overlap=overlap, num_ranks=layout.dims.same_shard
         )
+        options |= {
+            "dram_bytes_per_second": _NO_DRAM_WALL,
+            "update_bytes_per_second": cluster.machine.updates or cluster.machine.dram,
+        }
         return recorded.simulator.run(events, computing, options | places), sum(computing)
 
 
@@ -356,7 +388,15 @@ def cost_of(
     copies = computing * (in_memory - 1)
     reduce = max(end.reduce for end in ends)
     update = max(end.update for end in ends)
-    seconds_alone = passes + reduce + update
+    # The node's memory is a wall for what runs at a time: ordered sums come behind passes.
+    of_replicas = max(end.dram_of_replicas for end in ends)
+    beside = max(end.dram_bytes for end in ends)
+    dram_bytes = beside + of_replicas
+    overlapped = passes + update
+    if cluster.reduction == "backend":
+        beside, overlapped = dram_bytes, overlapped + reduce
+    dram = max(0.0, cluster.dram_seconds(beside) - overlapped)
+    seconds_alone = passes + reduce + update + dram
     # A waiting rank leaves its processor to others: all ranks of a node share its processors.
     busy_in_all = sum(
         sum(one[:2]) * in_memory / slowdown - own.waiting
@@ -373,6 +413,7 @@ def cost_of(
         "update": update_in_memory,
         "nvme": computing * (slowdown - in_memory) + update - update_in_memory,
         "processors": max(0.0, needed - seconds_alone),
+        "dram": dram,
     }
     return LayoutCost(
         layout=layout,
@@ -381,5 +422,8 @@ def cost_of(
         nvme_bytes=max(end.nvme_bytes for end in ends),
         nvme_weight_bytes=max(end.nvme_weight_bytes for end in ends),
         seconds=max(seconds_alone, needed),
+        reduction=cast(Reduction, cluster.reduction),
+        dram_bytes=round(dram_bytes * cluster.ranks_per_node),
+        dram_seconds=cluster.dram_seconds(dram_bytes),
         busy=busy,
     )

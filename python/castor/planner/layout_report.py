@@ -29,6 +29,7 @@ BOUNDS = {
     "nvme": "NVMe",
     "bubble": "idle stages",
     "processors": "processors",
+    "dram": "host memory",
 }
 """Texts for the resources of LayoutCost.busy."""
 
@@ -103,7 +104,7 @@ def plan_of(cost: LayoutCost, cluster: Cluster, workload: Workload) -> dict[str,
 def arguments_of(cost: LayoutCost, cluster: Cluster) -> dict[str, Any]:
     """Returns HybridParallelPlugin's arguments; if NVMe is used, with the memory budgets."""
     found = cost.layout.arguments()
-    if cluster.reduction == "backend" and cluster.ranks > 1:
+    if cost.reduction == "backend" and cluster.ranks > 1:
         found["reduction"] = "backend"
     if cost.nvme_bytes:
         found |= {
@@ -131,6 +132,9 @@ def as_json(found: Found) -> dict[str, Any]:
             "bound": cost.bound,
             "exposed_s": cost.exposed,
             "exposed_share": cost.exposed_share,
+            "reduction": cost.reduction,
+            "dram_bytes": cost.dram_bytes,
+            "dram_s": cost.dram_seconds,
         }
 
     return {
@@ -162,6 +166,11 @@ def exposed(seconds: float, share: float) -> str:
 def exposed_of(cost: LayoutCost) -> str:
     """Describes the communication of a layout that no computing hides."""
     return exposed(cost.exposed, cost.exposed_share)
+
+
+def dram_of(num_bytes: int, seconds: float, step_seconds: float) -> str:
+    """Describes a node's traffic through host memory, such as "96.0 GiB, 0.52 s, 63%"."""
+    return f"{size(num_bytes)}, {seconds:.3g} s, {seconds / step_seconds:.0%}"
 
 
 def schedule_of(layout: Layout) -> str:
@@ -216,6 +225,14 @@ def _render(found: Found, search: LayoutSearch, workload: Workload, console: Con
         f"{size(machine.host_bytes)} of host memory"
         + (f", {size(machine.nvme_bytes)} of NVMe" if machine.nvme_bytes else "")
     )
+    if fits:
+        first = found.fitting[0]
+        console.print(
+            "Through a node's memory in a step of the first one: "
+            f"{dram_of(first.dram_bytes, first.dram_seconds, first.seconds)} of it."
+        )
+        if found.cluster.reduction == "auto" and first.layout.dims.same_shard > 1:
+            console.print(f"Its replicas reduce with reduction={first.reduction!r}.")
     if remark := found.cluster.remark():
         console.print(remark)
     for what, why in found.refused.items():

@@ -288,8 +288,8 @@ class LayoutSearch:
         nothing either.
         """
         try:
-            for ends in self._ends(layout, cluster, limit):
-                yield self._cost(layout, ends, cluster)
+            costs = self._costs(layout, cluster, limit)
+            yield from sorted(costs, key=lambda cost: cost.seconds)[:1]
         except (UsageError, NotImplementedError, ValueError) as error:
             self._refuse(layout, _refusal(error, layout))
 
@@ -309,7 +309,15 @@ class LayoutSearch:
             UsageError, NotImplementedError: The model does not support the layout.
             ValueError: The step cannot be recorded on the meta device.
         """
-        return next(self._cost(layout, ends, cluster) for ends in self._ends(layout, cluster, inf))
+        return min(self._costs(layout, cluster, inf), key=lambda cost: cost.seconds)
+
+    def _costs(self, layout: Layout, cluster: Cluster, limit: float) -> list[LayoutCost]:
+        """Returns the costs of a layout that are below the limit, one for each reduction."""
+        return [
+            self._cost(layout, ends, one)
+            for one in cluster.with_each_reduction()
+            for ends in self._ends(layout, one, limit)
+        ]
 
     def _ends(
         self, layout: Layout, cluster: Cluster, limit: float

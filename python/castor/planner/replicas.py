@@ -76,6 +76,48 @@ def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: i
     return sum(link.seconds_on_host(num_bytes) for link, num_bytes in ways if num_bytes)
 
 
+def least_reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int) -> float:
+    """Returns a lower bound of the seconds of exchanges between replicas that nothing hides."""
+    of_node = _ranks_of_a_node(layout, cluster) == layout.dims.same_shard
+    if cluster.reduction != "ordered" and of_node:
+        return 0.0
+    return reduced(layout, cluster, param_bytes, element_bytes)
+
+
+def dram_of_replicas(layout: Layout, cluster: Cluster, param_bytes: int, resident: float) -> float:
+    """Returns the bytes that a rank moves through host memory for exchanges with other replicas.
+
+    Of P bytes, on one node with n replicas:
+
+    - streamed chunks, ordered: each rank reads a shard of all n gradients, and writes the shard of
+      the mean: P + P / n.
+    - streamed chunks, by the backend: the gradients go from the host to the GPU, and the rank's
+      shard of the mean comes back: P + P / n.
+    - resident chunks of GPUs, ordered: their gradients come to the host first, the means go back,
+      and weights go through the host in shards: 4 P + P / n.
+    - resident chunks of GPUs, by the backend: the rank's shard of the weights: P / n.
+
+    What is sent to other nodes, or to replicas that share no host memory, is read once and written
+    once. Gradients of streamed chunks on their way home are not in it.
+
+    Args:
+        layout: The layout of the ranks.
+        cluster: The cluster.
+        param_bytes: Bytes of a rank's parameters.
+        resident: Share of the parameters in resident chunks.
+    """
+    copies, of_node = layout.dims.same_shard, _ranks_of_a_node(layout, cluster)
+    if copies == 1:
+        return 0.0
+    if copies != of_node:
+        sent = sent_between_replicas(layout, cluster, param_bytes, element_bytes=4)
+        return 2 * (sent.within + sent.across)
+    on_device = 0.0 if cluster.on_host else resident * param_bytes
+    on_host = param_bytes - on_device
+    passes = 0 if cluster.reduction == "backend" else 4
+    return on_host * (1 + 1 / copies) + on_device * (passes + 1 / copies)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSeconds:
     """Seconds in which a rank exchanges gradients and weights with other replicas in a step."""
