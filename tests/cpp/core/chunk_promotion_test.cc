@@ -189,6 +189,70 @@ TEST_F(ChunkPromotionTest, DemotionWaitsForTheUpdate) {
   EXPECT_TRUE(holds(kA, state_payload(0), 9));
 }
 
+TEST_F(ChunkPromotionTest, DemotionAwaitsUsersBehindTheUpdateAndBeforeTheCopy) {
+  start(1, kWhole);
+  manager().follow(&updates_);
+  std::vector<ChunkId> awaited;
+  manager().await_before_demotion([&](ChunkId chunk) {
+    awaited.push_back(chunk);
+    EXPECT_TRUE(manager().promoted(chunk));
+    EXPECT_FALSE(updates_.pending(chunk));
+    EXPECT_EQ(payload(chunk, PayloadKind::kGrad).tier(), TierKind::kDevice);
+    EXPECT_EQ(manager().counts().d2h_bytes, 0u);
+    fill(chunk, PayloadKind::kGrad, 7);  // another thread's reduction ends
+  });
+  ASSERT_TRUE(manager().try_promote(kA));
+  EXPECT_TRUE(awaited.empty()) << "nobody uses a chunk on the device before it is there";
+  updates_.submit(kA, [&] { fill(kA, state_payload(0), 9); });
+  manager().demote(kA);
+  EXPECT_EQ(awaited, std::vector{kA});
+  EXPECT_EQ(payload(kA, PayloadKind::kGrad).tier(), TierKind::kHost);
+  EXPECT_TRUE(holds(kA, PayloadKind::kGrad, 7));
+  EXPECT_TRUE(holds(kA, state_payload(0), 9));
+}
+
+TEST_F(ChunkPromotionTest, ADemotionThatIsRefusedAwaitsNobody) {
+  start(2, kWhole);
+  int awaited = 0;
+  manager().await_before_demotion([&](ChunkId) { ++awaited; });
+  EXPECT_THROW(manager().demote(kA), UsageError) << "it is not promoted";
+  ASSERT_TRUE(manager().try_promote(kA));
+  {
+    const Pin pin = manager().pin_for_operator(kA, StreamId{});
+    EXPECT_THROW(manager().demote(kA), UsageError) << "an operator pins it";
+  }
+  EXPECT_EQ(awaited, 0);
+  manager().demote(kA);
+  EXPECT_EQ(awaited, 1);
+}
+
+TEST_F(ChunkPromotionTest, AnErrorOfTheUsersLeavesTheChunkOnTheDevice) {
+  start(1, kWhole);
+  ASSERT_TRUE(manager().try_promote(kA));
+  manager().await_before_demotion([](ChunkId) { throw Error("another rank has ended"); });
+  EXPECT_THROW(manager().demote(kA), Error);
+  EXPECT_TRUE(manager().promoted(kA));
+  EXPECT_EQ(used(), kWhole);
+  EXPECT_EQ(manager().counts().d2h_bytes, 0u);
+  EXPECT_EQ(manager().counts().demotions, 0u);
+  EXPECT_TRUE(holds(kA, PayloadKind::kGrad, 100));
+  manager().await_before_demotion(nullptr);
+  manager().demote(kA);
+  EXPECT_FALSE(manager().promoted(kA));
+  EXPECT_TRUE(holds(kA, PayloadKind::kGrad, 100));
+}
+
+TEST_F(ChunkPromotionTest, WhoMakesRoomAwaitsTheUsersOfTheChunkThatGoes) {
+  start(2, 2 * kWhole);
+  std::vector<ChunkId> awaited;
+  manager().await_before_demotion([&](ChunkId chunk) { awaited.push_back(chunk); });
+  ASSERT_TRUE(manager().try_promote(kA));
+  ASSERT_TRUE(manager().try_promote(kB));
+  const Pin pin = manager().pin(kA);
+  ASSERT_TRUE(manager().demote_one());
+  EXPECT_EQ(awaited, std::vector{kB});
+}
+
 TEST_F(ChunkPromotionTest, OnlyAStreamedChunkOnTheHostIsPromoted) {
   start(4, 4 * kWhole, {Placement::kStream, Placement::kKeep, Placement::kDevice});
   manager().fetch(kA);
