@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 
 import castor
+from castor.runtime.engine import engine_of
 from grids import some
 from helpers import Boosted, plugin
 from rank_cases import RankCase, _of_rank, _refused, boost
@@ -25,6 +26,11 @@ def _model() -> nn.Module:
     model = tower(width=WIDTH)
     model.layers[3].requires_grad_(False)
     return model
+
+
+def tower_loss_of(model: nn.Module, seed: int, _: int) -> torch.Tensor:
+    loss: torch.Tensor = model(**tower_batch(seed))
+    return loss
 
 
 def _lazy() -> nn.Module:
@@ -342,6 +348,19 @@ def outlives(_: Path) -> None:
             distributed.barrier()
             del boosted
         print(len(os.listdir("/proc/self/task")) == threads)
+
+
+def plans_activations(_: Path) -> None:
+    """What activations="auto" takes of host memory to be shared, and what it plans there."""
+    with _of_rank() as rank:
+        boosted = boost(RankCase(tower, tower_loss_of), activations="auto")
+        boosted.step(tower_loss_of(boosted.model, 0, rank))
+        policy: Any = engine_of(boosted.model).blocks._auto  # type: ignore[attr-defined]
+        options = policy._options()
+        alone = options | {"ranks_sharing": 1}
+        taken, as_alone = (policy._simulator.places(of)["host_bytes"] for of in (options, alone))
+        shared = boosted.report().rank_shared_bytes
+        print(options["ranks_sharing"], shared, as_alone - taken)
 
 
 if __name__ == "__main__":

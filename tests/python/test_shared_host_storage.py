@@ -140,3 +140,21 @@ def test_a_load_that_one_rank_does_not_take_part_in_is_named(tmp_path: Path) -> 
 def test_parameters_outlive_castor(tmp_path: Path) -> None:
     for output in succeeded(run(shared_host_storage_cases.outlives, 2, tmp_path)):
         assert output.split() == ["True", "True", "True"]
+
+
+@pytest.mark.parametrize(
+    ("link", "size", "nodes", "sharing"),
+    [("auto", 2, 1, 2), ("group", 2, 1, 1), pytest.param("node", 4, 2, 2, marks=pytest.mark.whole)],
+)
+def test_activations_are_planned_with_what_ranks_share(
+    link: str, size: int, nodes: int, sharing: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Weights and gradients of a machine count once for its ranks, each its share of them."""
+    monkeypatch.setenv("CASTOR_RANK_LINK", link)
+    scenario = shared_host_storage_cases.plans_activations
+    for output in succeeded(run(scenario, size, tmp_path, nodes=nodes)):
+        found, shared, saved = map(int, output.split())
+        assert found == sharing
+        # A rank as one that shares nothing pays for all; shared storage is of whole pages.
+        others = shared * (sharing - 1) / sharing
+        assert saved == pytest.approx(others, rel=0.1, abs=PAGE)

@@ -22,6 +22,7 @@ _COLOURS = {
     "nvme": "--scales",
     "bubble": "--nonmodel",
     "processors": "--exp_avg_sq",
+    "dram": "--resident",
 }
 """Colours of the resources of LayoutCost.busy: names of variables in page.css."""
 
