@@ -490,6 +490,13 @@ PYBIND11_MODULE(_C, m) {
           },
           py::arg("storage"), released)
       .def_property_readonly("steps", &Session::steps)
+      .def_property_readonly("ranks_sharing",
+                             [](const Session& session) -> std::size_t {
+                               const castor::RankHostStorage& shared =
+                                   session.memory().rank_host_storage();
+                               const castor::SessionRanks* const ranks = session.updates().ranks();
+                               return shared.bytes() > 0 ? ranks->size() / shared.nodes() : 1;
+                             })
       .def("report", &castor::report)
       .def("memory", &castor::memory)
       .def("step_position", &castor::step_position)

@@ -15,7 +15,7 @@ import castor
 from castor.runtime.engine import engine_of
 from grids import some
 from helpers import Boosted, plugin
-from rank_cases import RankCase, _of_rank, _refused, boost
+from rank_cases import EXACT, RankCase, _of_rank, _refused, boost
 from zoo import tower, tower_batch
 
 WIDTH = 192
@@ -26,11 +26,6 @@ def _model() -> nn.Module:
     model = tower(width=WIDTH)
     model.layers[3].requires_grad_(False)
     return model
-
-
-def tower_loss_of(model: nn.Module, seed: int, _: int) -> torch.Tensor:
-    loss: torch.Tensor = model(**tower_batch(seed))
-    return loss
 
 
 def _lazy() -> nn.Module:
@@ -353,8 +348,9 @@ def outlives(_: Path) -> None:
 def plans_activations(_: Path) -> None:
     """What activations="auto" takes of host memory to be shared, and what it plans there."""
     with _of_rank() as rank:
-        boosted = boost(RankCase(tower, tower_loss_of), activations="auto")
-        boosted.step(tower_loss_of(boosted.model, 0, rank))
+        case = EXACT["activations"]
+        boosted = boost(case)
+        boosted.step(case.loss(boosted.model, 0, rank))
         policy: Any = engine_of(boosted.model).blocks._auto  # type: ignore[attr-defined]
         options = policy._options()
         alone = options | {"ranks_sharing": 1}
