@@ -132,7 +132,8 @@ def make_castor(
 ) -> tuple[Step, Report]:
     """With castor, in a device budget of bytes (None: room for everything) and further settings.
 
-    Its report has "update_seconds" too: of each step the time of optimizer.step().
+    The host has room for everything, too: its own budget would be what the device's leaves of this
+    machine's memory. Its report also has "update_seconds": the time of each optimizer.step().
     """
     import torch
 
@@ -140,12 +141,13 @@ def make_castor(
 
     module = model.build()
     param_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    host_memory = 5 * param_bytes + (64 << 20)  # values, gradients, two states; and some
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, fused=True)
     plugin = GeminiPlugin(
         device="cpu",
         device_memory=device_memory or "1TiB",
         precision="fp32",
-        **({"max_norm": MAX_NORM} | (settings or {})),
+        **({"max_norm": MAX_NORM, "host_memory": host_memory} | (settings or {})),
     )
     booster = Booster(plugin=plugin)
     module, optimizer, *_ = booster.boost(module, optimizer)
