@@ -186,6 +186,32 @@ bool OperatorVisits::under_way(const GateGroups& gate, std::size_t group, bool w
   });
 }
 
+MemoryWatchers& MemoryWatchers::instance() {
+  static MemoryWatchers watchers;
+  return watchers;
+}
+
+void MemoryWatchers::add(const void* memory, Watcher watcher) {
+  const MutexLock lock(mutex_);
+  watchers_.insert_or_assign(memory, std::move(watcher));
+}
+
+void MemoryWatchers::remove(const void* memory) {
+  const MutexLock lock(mutex_);
+  watchers_.erase(memory);
+}
+
+MemoryWatchers::Watcher MemoryWatchers::find(const void* memory,
+                                             const std::function<void()>& unwatched) {
+  const MutexLock lock(mutex_);
+  const auto found = watchers_.find(memory);
+  if (found == watchers_.end()) {
+    unwatched();
+    return {};
+  }
+  return found->second;
+}
+
 OperatorVisits::~OperatorVisits() { visited.resize(visited.size() - num_groups_); }
 
 void OperatorVisits::begin(GateGroups& gate, std::span<const OperatorUse> uses) {

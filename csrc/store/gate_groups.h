@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -119,6 +120,27 @@ class GateGroups {
   const Settle settle_;
   const Reader reader_;
   const Visit visit_;
+};
+
+/// Register of the memory that a gate holds back, and of the group that watches it, for the
+/// process: an operator that finds a tensor marked asks here. Thread-safe.
+class MemoryWatchers {
+ public:
+  struct Watcher {
+    std::weak_ptr<GateGroups> gate;
+    std::size_t group = 0;
+  };
+
+  [[nodiscard]] static MemoryWatchers& instance();
+  void add(const void* memory, Watcher watcher);
+  void remove(const void* memory);
+  /// Returns the watcher of the memory. Where there is none, calls `unwatched` before anybody can
+  /// watch it again, and returns a watcher without a gate.
+  [[nodiscard]] Watcher find(const void* memory, const std::function<void()>& unwatched);
+
+ private:
+  Mutex mutex_;
+  std::unordered_map<const void*, Watcher> watchers_ CASTOR_GUARDED_BY(mutex_);
 };
 
 /// Visits of the guarded groups that one operator uses. They end with the object. Used by the

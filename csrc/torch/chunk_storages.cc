@@ -50,16 +50,6 @@ void set_throws(c10::StorageImpl& storage, c10::DataPtr data, bool throws) noexc
   storage.set_data_ptr_noswap(std::move(data));
 }
 
-/// `to` points where `from` does, and torch throws alike where it is asked for the address.
-void copy_pointer(const c10::Storage& from, const c10::Storage& to) {
-  const std::lock_guard lock(pointing);
-  c10::StorageImpl& source = *from.unsafeGetStorageImpl();
-  c10::StorageImpl& own = *to.unsafeGetStorageImpl();
-  message_of(own) = message_of(source);
-  set_throws(own, c10::DataPtr(source._mutable_data_ptr_no_checks().get(), own.device()),
-             throws_when_read(source));
-}
-
 void drop_payload(void* context) { delete static_cast<std::shared_ptr<Payload>*>(context); }
 
 /// A pointer that owns a share of `payload`.
@@ -119,10 +109,13 @@ void point(const c10::Storage& storage, std::byte* address) noexcept {
   set_throws(own, c10::DataPtr(address, own.device()), throws);
 }
 
-c10::Storage twin_of(const c10::Storage& storage) {
-  c10::Storage twin = empty_storage(storage.nbytes(), storage.device());
-  copy_pointer(storage, twin);
-  return twin;
+void copy_pointer(const c10::Storage& from, const c10::Storage& to) {
+  const std::lock_guard lock(pointing);
+  c10::StorageImpl& source = *from.unsafeGetStorageImpl();
+  c10::StorageImpl& own = *to.unsafeGetStorageImpl();
+  message_of(own) = message_of(source);
+  set_throws(own, c10::DataPtr(source._mutable_data_ptr_no_checks().get(), own.device()),
+             throws_when_read(source));
 }
 
 void forbid_null(const c10::Storage& storage, std::string message) {
@@ -263,23 +256,9 @@ c10::Storage storage_over(std::shared_ptr<Payload> payload, c10::Device device) 
 }
 
 ChunkStorages::ChunkStorages(const ChunkLayout& layout, c10::Device device)
-    : layout_(layout), device_(device) {
-  storages_.reserve(layout.params().size());
-  for (const ParamSpec& param : layout.params()) {
-    storages_.push_back(empty_storage(param.numel * size_of(param.type), device_));
-  }
-}
-
-std::size_t ChunkStorages::byte_offset(ParamId param) const noexcept {
-  return layout_.place(param).offset * size_of(layout_.param(param).type);
-}
-
-void ChunkStorages::for_each(ChunkId chunk,
-                             const std::function<void(const c10::Storage&)>& use) const {
-  for (const ParamId param : layout_.chunk(chunk).params) {
-    use(storage(param));
-  }
-}
+    : layout_(layout),
+      device_(device),
+      storages_(layout, std::vector<bool>(layout.chunks().size(), true), device) {}
 
 void ChunkStorages::watch(std::span<const at::Tensor> params) {
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
@@ -296,24 +275,20 @@ void ChunkStorages::watch(std::span<const at::Tensor> params) {
 }
 
 c10::Storage ChunkStorages::renew(ParamId param) {
-  c10::Storage old = storage(param);
-  take_place(param, empty_storage(old.nbytes(), device_));
-  return old;
+  return replace(param, empty_storage(storage(param).nbytes(), device_));
 }
 
 void ChunkStorages::adopt(ParamId param, const c10::Storage& storage) {
   storage.unsafeGetStorageImpl()->set_resizable(false);
-  take_place(param, storage);
+  replace(param, storage);
 }
 
-void ChunkStorages::take_place(ParamId param, c10::Storage storage) {
-  const MutexLock lock(mutex_);
-  c10::Storage& own = storages_[index(param)];
-  copy_pointer(own, storage);
+c10::Storage ChunkStorages::replace(ParamId param, const c10::Storage& storage) {
+  c10::Storage old = storages_.replace(param, storage);
   if (!writes_.empty()) {
-    writes_[index(layout_.place(param).chunk)]->replace(own, storage);
+    writes_[index(layout_.place(param).chunk)]->replace(old, storage);
   }
-  own = std::move(storage);
+  return old;
 }
 
 void ChunkStorages::distrust(ParamId param, std::size_t uses) {
@@ -322,13 +297,6 @@ void ChunkStorages::distrust(ParamId param, std::size_t uses) {
 
 void ChunkStorages::note_write(ParamId param) noexcept {
   writes_[index(layout_.place(param).chunk)]->note();
-}
-
-void ChunkStorages::point_at(ChunkId chunk, std::byte* address) const noexcept {
-  const MutexLock lock(mutex_);
-  for (const ParamId param : layout_.chunk(chunk).params) {
-    point(storage(param), address == nullptr ? nullptr : address + byte_offset(param));
-  }
 }
 
 void ChunkStorages::copy_on_device(std::span<const std::byte> source, std::byte* target) {
@@ -358,15 +326,15 @@ bool ChunkStorages::written_since_snapshot(ChunkId chunk) const noexcept {
 }
 
 void ChunkStorages::release_to_host(const std::vector<std::shared_ptr<Payload>>& host_payloads) {
-  for (std::size_t i = 0; i < storages_.size(); ++i) {
+  for (std::size_t i = 0; i < layout_.params().size(); ++i) {
     const ParamId param{static_cast<std::uint32_t>(i)};
     const std::shared_ptr<Payload>& host = host_payloads[index(layout_.place(param).chunk)];
     if (host->tier() == TierKind::kNvme) {
-      point(storages_[i], nullptr);
+      point(storage(param), nullptr);
       continue;
     }
-    storages_[i].unsafeGetStorageImpl()->set_data_ptr_noswap(
-        owning_pointer(host, device_, byte_offset(param)));
+    storage(param).unsafeGetStorageImpl()->set_data_ptr_noswap(
+        owning_pointer(host, device_, storages_.byte_offset(param)));
   }
 }
 

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "core/chunk_manager.h"
-#include "core/mutex.h"
 #include "store/address_follower.h"
+#include "torch/param_storages.h"
 #include "torch/storage_writes.h"
 
 namespace castor {
@@ -72,9 +72,8 @@ void give_memory(const c10::Storage& storage, at::Tensor tensor) noexcept;
 /// Returns a storage of `bytes` bytes that points nowhere.
 [[nodiscard]] c10::Storage empty_storage(std::size_t bytes, c10::Device device = c10::kCPU);
 
-/// Returns a storage of the same size that points where `storage` does. Torch throws the same for
-/// both when it is asked for the address.
-[[nodiscard]] c10::Storage twin_of(const c10::Storage& storage);
+/// Points `to` where `from` does. Torch throws the same for both when it is asked for the address.
+void copy_pointer(const c10::Storage& from, const c10::Storage& to);
 
 /// Points a storage, and so every tensor over it, at memory that others own.
 void point(const c10::Storage& storage, std::byte* address) noexcept;
@@ -120,9 +119,10 @@ class ChunkStorages final : public ParamBinder, public AddressFollower {
   /// Sets the function that is called before user writes on the device overwrite a chunk's host
   /// storage; see ParamBinder.
   void on_write_back(WriteBack callback) { on_write_back_ = std::move(callback); }
-  [[nodiscard]] const c10::Storage& storage(ParamId param) const { return storages_[index(param)]; }
-  /// Puts a new storage in the place of the parameter's, with the same address. Returns the old
-  /// one, which points there as well and is followed no longer.
+  [[nodiscard]] const c10::Storage& storage(ParamId param) const {
+    return storages_.storage(param);
+  }
+  /// Same as ParamStorages::renew. The old storage is followed no longer.
   c10::Storage renew(ParamId param);
   /// Puts `storage`, an ordinary one of torch's of the parameter's size, in the place of the
   /// parameter's; its own memory is freed. Everything else over `storage` follows the parameter
@@ -137,12 +137,16 @@ class ChunkStorages final : public ParamBinder, public AddressFollower {
   /// Returns whether somebody has written to the chunk since the previous call for it. Requires
   /// that the chunk is in no slot and not resident: afterwards snapshot() counts from here.
   [[nodiscard]] bool take_written(ChunkId chunk) noexcept;
-  /// Calls `use` for the storages of the chunk's parameters, in no particular order.
-  void for_each(ChunkId chunk, const std::function<void(const c10::Storage&)>& use) const;
+  /// Same as ParamStorages::for_each.
+  void for_each(ChunkId chunk, const std::function<void(const c10::Storage&)>& use) const {
+    storages_.for_each(chunk, use);
+  }
 
   void bind(ChunkId chunk, std::byte* address) noexcept override { point_at(chunk, address); }
   /// Does what bind() does.
-  void point_at(ChunkId chunk, std::byte* address) const noexcept override;
+  void point_at(ChunkId chunk, std::byte* address) const noexcept override {
+    storages_.point_at(chunk, address);
+  }
   void copy_on_device(std::span<const std::byte> source, std::byte* target) override;
   void snapshot(ChunkId chunk) noexcept override;
   [[nodiscard]] bool written_since_snapshot(ChunkId chunk) const noexcept override;
@@ -157,14 +161,11 @@ class ChunkStorages final : public ParamBinder, public AddressFollower {
   void release_to_host(const std::vector<std::shared_ptr<Payload>>& host_payloads);
 
  private:
-  [[nodiscard]] std::size_t byte_offset(ParamId param) const noexcept;
+  c10::Storage replace(ParamId param, const c10::Storage& storage);
 
   const ChunkLayout& layout_;
   const c10::Device device_;
-  void take_place(ParamId param, c10::Storage storage);
-
-  mutable Mutex mutex_;  // a thread that moves a chunk points its storages; any thread may
-  std::vector<c10::Storage> storages_;                  // per parameter; written under the mutex
+  ParamStorages storages_;
   std::vector<std::unique_ptr<StorageWrites>> writes_;  // per chunk; empty before watch()
   std::vector<bool> written_;  // per chunk: before the last snapshot, after take_written()
   WriteBack on_write_back_;

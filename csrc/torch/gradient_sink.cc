@@ -53,7 +53,7 @@ bool in_graph(const Gradient& gradient, const at::Tensor& grad) {
 }  // namespace
 
 GradientSink::GradientSink(ChunkManager& manager, std::span<const ParamHandle> params,
-                           StoredWeights* weights, GradientShards* shards, GradientStorages& absent,
+                           StoredWeights* weights, GradientShards* shards, ParamStorages& absent,
                            Executor& executor, const SessionDevice& device, bool scaled,
                            CopyEngine& engine, NonModelMemory& account,
                            const std::shared_ptr<MemoryTier>& shared_tier)

@@ -20,8 +20,8 @@
 #include "store/session_device.h"
 #include "store/stored_weights.h"
 #include "torch/chunk_storages.h"
-#include "torch/gradient_storages.h"
 #include "torch/param_gradient.h"
+#include "torch/param_storages.h"
 #include "torch/step_events.h"
 #include "torch/tensor_gate.h"
 #include "torch/torch_versions.h"
@@ -55,7 +55,7 @@ class GradientSink final : public ChunkGradients {
   /// here: plans count on what is left. `account`: the account of the device's non-model memory.
   /// All arguments outlive this. Throws OutOfMemory.
   GradientSink(ChunkManager& manager, std::span<const ParamHandle> params, StoredWeights* weights,
-               GradientShards* shards, GradientStorages& absent, Executor& executor,
+               GradientShards* shards, ParamStorages& absent, Executor& executor,
                const SessionDevice& device, bool scaled, CopyEngine& engine,
                NonModelMemory& account, const std::shared_ptr<MemoryTier>& shared_tier = nullptr);
   ~GradientSink() override;  // in the .cc file: Node is incomplete here
@@ -158,7 +158,7 @@ class GradientSink final : public ChunkGradients {
   const std::span<const ParamHandle> params_;
   StoredWeights* const weights_;
   GradientShards* const shards_;
-  GradientStorages& absent_;
+  ParamStorages& absent_;
   const GradientNorms norms_;
   const SessionDevice& device_;
   const bool scaled_;

@@ -18,9 +18,9 @@
 #include "store/session_updates.h"
 #include "torch/chunk_storages.h"
 #include "torch/gradient_sink.h"
-#include "torch/gradient_storages.h"
 #include "torch/optimizer_state.h"
 #include "torch/param_memory.h"
+#include "torch/param_storages.h"
 #include "torch/state_views.h"
 #include "torch/step_events.h"
 #include "torch/tensor_gate.h"
@@ -229,7 +229,7 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   std::vector<ParamHandle> params_;
   const SessionMemory memory_;
   ChunkStorages storages_;
-  GradientStorages absent_gradients_;  // on NVMe, or sharded over ranks
+  ParamStorages absent_gradients_;  // on NVMe, or sharded over ranks
   SessionChunks chunks_;
   GradientSink gradients_;
   // Group i: parameters and states of chunk i; GradientSink::group(i): its gradients.

@@ -6,10 +6,8 @@
 
 #include <atomic>
 #include <string>
-#include <unordered_map>
 #include <utility>
 
-#include "core/mutex.h"
 #include "store/tensor_errors.h"
 #include "torch/chunk_storages.h"
 #include "torch/gil.h"
@@ -46,49 +44,18 @@ void unmark(const at::TensorBase& tensor) {
   }
 }
 
-/// Who watches a storage that is closed or guarded. Thread-safe.
-class WatchedStorages {
- public:
-  struct Watcher {
-    std::weak_ptr<GateGroups> gate;
-    std::size_t group = 0;
-  };
-
-  static WatchedStorages& instance() {
-    static WatchedStorages storages;
-    return storages;
-  }
-  void add(const c10::Storage& storage, Watcher watcher) {
-    const MutexLock lock(mutex_);
-    watchers_.insert_or_assign(storage.unsafeGetStorageImpl(), std::move(watcher));
-  }
-  void remove(const c10::Storage& storage) {
-    const MutexLock lock(mutex_);
-    watchers_.erase(storage.unsafeGetStorageImpl());
-  }
-  /// Of a marked tensor's storage. The mark goes where nobody watches it: an alias has kept it, or
-  /// the storage was opened just now. Under the mutex, so that whoever watches it next marks it
-  /// after.
-  [[nodiscard]] Watcher find(const at::TensorBase& tensor) {
-    const MutexLock lock(mutex_);
-    const auto found = watchers_.find(tensor.storage().unsafeGetStorageImpl());
-    if (found == watchers_.end()) {
-      unmark(tensor);
-      return {};
-    }
-    return found->second;
-  }
-
- private:
-  Mutex mutex_;
-  std::unordered_map<const c10::StorageImpl*, Watcher> watchers_ CASTOR_GUARDED_BY(mutex_);
-};
+/// The watcher of a marked tensor's storage. The mark goes where nobody watches it: an alias has
+/// kept it, or the storage was opened just now.
+MemoryWatchers::Watcher watcher_of(const at::TensorBase& tensor) {
+  return MemoryWatchers::instance().find(tensor.storage().unsafeGetStorageImpl(),
+                                         [&] { unmark(tensor); });
+}
 
 /// A tensor of a group with its storage. A user may give `tensor` other memory at any time: the
 /// gate holds back `storage`.
 class WatchedTensor final : public WatchedMemory {
  public:
-  WatchedTensor(at::Tensor tensor, WatchedStorages::Watcher watcher)
+  WatchedTensor(at::Tensor tensor, MemoryWatchers::Watcher watcher)
       : tensor_(std::move(tensor)), storage_(tensor_.storage()), watcher_(std::move(watcher)) {}
 
   [[nodiscard]] const void* tensor() const noexcept override {
@@ -98,27 +65,27 @@ class WatchedTensor final : public WatchedMemory {
     return storage_.unsafeGetStorageImpl();
   }
   void hold_back() override {
-    WatchedStorages::instance().add(storage_, watcher_);
+    MemoryWatchers::instance().add(memory(), watcher_);
     if (lies_over(tensor_, storage_)) {
       mark(tensor_);
     }
   }
   void let_tensor_go() override { unmark(tensor_); }
-  void let_memory_go() override { WatchedStorages::instance().remove(storage_); }
+  void let_memory_go() override { MemoryWatchers::instance().remove(memory()); }
   void forbid() override { forbid_while_updated(storage_); }
   void allow() noexcept override { castor::allow(storage_); }
 
  private:
   const at::Tensor tensor_;
   const c10::Storage storage_;
-  const WatchedStorages::Watcher watcher_;
+  const MemoryWatchers::Watcher watcher_;
 };
 
 void pass(const at::Tensor& tensor, bool writes, GuardedUses& uses) {
   if (!tensor.defined() || !marked(tensor)) {
     return;
   }
-  const WatchedStorages::Watcher watcher = WatchedStorages::instance().find(tensor);
+  const MemoryWatchers::Watcher watcher = watcher_of(tensor);
   auto gate = watcher.gate.lock();
   if (!gate || OperatorVisits::under_way(*gate, watcher.group, writes)) {
     return;
@@ -179,7 +146,7 @@ void await_closed(const at::TensorBase& tensor) {
   if (!tensor.defined() || !marked(tensor)) {
     return;
   }
-  const WatchedStorages::Watcher watcher = WatchedStorages::instance().find(tensor);
+  const MemoryWatchers::Watcher watcher = watcher_of(tensor);
   if (const auto gate = watcher.gate.lock()) {
     for_torch([&] {
       const GilRelease released;
@@ -204,13 +171,13 @@ std::shared_ptr<TensorGate> TensorGate::create(std::size_t num_groups, Settle se
 
 std::size_t TensorGate::watch(std::size_t group, at::Tensor tensor) {
   return groups_->watch(group, std::make_unique<WatchedTensor>(
-                                   std::move(tensor), WatchedStorages::Watcher{groups_, group}));
+                                   std::move(tensor), MemoryWatchers::Watcher{groups_, group}));
 }
 
 void TensorGate::replace(std::size_t group, std::size_t position, at::Tensor tensor) {
   groups_->replace(
       group, position,
-      std::make_unique<WatchedTensor>(std::move(tensor), WatchedStorages::Watcher{groups_, group}));
+      std::make_unique<WatchedTensor>(std::move(tensor), MemoryWatchers::Watcher{groups_, group}));
 }
 
 void TensorGate::follow(std::size_t group, const at::Tensor& tensor) {

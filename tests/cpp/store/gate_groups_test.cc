@@ -217,5 +217,24 @@ TEST_F(GateGroupsTest, AnOperatorVisitsEachGroupOnceAndToWriteItWhereOneOfItsTen
   EXPECT_FALSE(OperatorVisits::under_way(*gate_, 0, /*writes=*/false));
 }
 
+TEST(MemoryWatchersTest, MemoryHasTheLastWatcherUntilNobodyWatchesIt) {
+  MemoryWatchers& watchers = MemoryWatchers::instance();
+  const auto gate = std::make_shared<GateGroups>(
+      2, [](std::size_t) {}, GateGroups::Reader{}, GateGroups::Visit{});
+  int memory = 0;
+  int unwatched = 0;
+  const auto find = [&] { return watchers.find(&memory, [&] { ++unwatched; }); };
+  EXPECT_EQ(find().gate.lock(), nullptr);
+  EXPECT_EQ(unwatched, 1);
+  watchers.add(&memory, {.gate = gate, .group = 0});
+  watchers.add(&memory, {.gate = gate, .group = 1});
+  EXPECT_EQ(find().gate.lock(), gate);
+  EXPECT_EQ(find().group, 1U);
+  EXPECT_EQ(unwatched, 1);
+  watchers.remove(&memory);
+  EXPECT_EQ(find().gate.lock(), nullptr);
+  EXPECT_EQ(unwatched, 2);
+}
+
 }  // namespace
 }  // namespace castor::testing
