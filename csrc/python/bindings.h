@@ -64,8 +64,8 @@ void bind_rank_group(pybind11::module_& module);
 /// Binds castor._C.ActivationOffload and the types of its results.
 void bind_activation_offload(pybind11::module_& module);
 
-/// Binds castor._C.ExpertCache and castor._C.ExpertRows.
-void bind_expert_cache(pybind11::module_& module);
+/// Binds castor._C.Experts and castor._C.ExpertRows.
+void bind_experts(pybind11::module_& module);
 
 class RankWaits;
 /// Returns the record of this process's waits for other ranks, through any of its process groups.

@@ -512,7 +512,7 @@ PYBIND11_MODULE(_C, m) {
   castor::bind_optimizer_state(session);
   castor::bind_saves(session);
   castor::bind_activation_offload(m);
-  castor::bind_expert_cache(m);
+  castor::bind_experts(m);
 
   m.def(
       "lockable_bytes",

@@ -6,24 +6,22 @@
 
 namespace castor {
 
-ExpertCache::ExpertCache(Parts parts, std::vector<LayerSpec> layers)
+ExpertCache::Layer::Layer(const ExpertParts& parts, const ExpertLayer& of_model)
+    : spec(of_model),
+      chunks(spec.chunks(parts.layout)),
+      expert_bytes(spec.expert_bytes()),
+      place_of(static_cast<std::size_t>(spec.num_experts), kNone),
+      copies(parts.copies, parts.compute, spec.params.size()),
+      guess(parts.copies, parts.compute, spec.params.size()) {}
+
+ExpertCache::ExpertCache(ExpertParts parts, const std::vector<ExpertLayer>& layers)
     : parts_(std::move(parts)), nonmodel_(parts_.nonmodel.peaks(), parts_.nonmodel.bytes()) {
   for (const ChunkSpec& chunk : parts_.layout.chunks()) {
     streamed_bytes_ += chunk.by_row || chunk.read_on_host ? 0 : chunk.capacity_bytes;
   }
-  for (LayerSpec& spec : layers) {
-    Layer& layer = layers_.emplace_back();
-    layer.spec = std::move(spec);
-    for (std::size_t i = 0; i < layer.spec.params.size(); ++i) {
-      layer.expert_bytes += layer.spec.row_bytes[i];
-      const ChunkId chunk = parts_.layout.place(layer.spec.params[i]).chunk;
-      if (std::ranges::find(layer.chunks, chunk) == layer.chunks.end()) {
-        layer.chunks.push_back(chunk);
-      }
-    }
-    layer.place_of.assign(static_cast<std::size_t>(layer.spec.num_experts), kNone);
-    layer.tickets.resize(layer.spec.params.size());
-    layers_bytes_ += layer.expert_bytes * static_cast<std::size_t>(layer.spec.num_experts);
+  for (const ExpertLayer& of_model : layers) {
+    const Layer& layer = layers_.emplace_back(parts_, of_model);
+    layers_bytes_ += layer.expert_bytes * static_cast<std::size_t>(of_model.num_experts);
   }
 }
 
@@ -94,6 +92,7 @@ void ExpertCache::forget(Layer& layer) {
   std::ranges::fill(layer.expert_at, kNone);
   std::ranges::fill(layer.place_of, kNone);
   std::ranges::fill(layer.used, 0);
+  layer.spare = kNone;
 }
 
 // Memory is taken without the mutex: whoever makes room for it asks other layers to give way.
@@ -126,12 +125,24 @@ void ExpertCache::make_places(Layer& layer, std::size_t num_needed) {
 
 void ExpertCache::bring(Layer& layer, std::span<const std::int64_t> experts, Rows& rows) {
   ++num_calls_;
-  std::vector<std::pair<std::int64_t, std::int64_t>> missing;  // expert, place
+  std::vector<RowCopies::Row> missing;
+  layer.guessed = false;
   for (const std::int64_t expert : experts) {
     const std::int64_t place = layer.place_of.at(static_cast<std::size_t>(expert));
-    if (place != kNone) {
-      layer.used[static_cast<std::size_t>(place)] = num_calls_;
+    if (place == kNone) {
+      continue;
     }
+    layer.used[static_cast<std::size_t>(place)] = num_calls_;
+    if (place == layer.spare) {
+      ++figures_.right_guesses;
+      layer.guessed = true;
+      layer.spare = kNone;
+    }
+  }
+  if (experts.size() == layer.used.size()) {
+    layer.spare = kNone;  // the call needs all places
+  } else if (layer.spare != kNone) {
+    layer.used[static_cast<std::size_t>(layer.spare)] = num_calls_;  // no expert is to take it
   }
   for (const std::int64_t expert : experts) {
     std::int64_t& place = layer.place_of[static_cast<std::size_t>(expert)];
@@ -144,7 +155,7 @@ void ExpertCache::bring(Layer& layer, std::span<const std::int64_t> experts, Row
       }
       there = expert;
       *oldest = num_calls_;
-      missing.emplace_back(expert, place);
+      missing.push_back({.from = expert, .to = place});
     }
     rows.places.push_back(place);
   }
@@ -153,37 +164,84 @@ void ExpertCache::bring(Layer& layer, std::span<const std::int64_t> experts, Row
   figures_.hits += experts.size() - missing.size();
   figures_.misses += missing.size();
   figures_.fetched_bytes += missing.size() * layer.expert_bytes;
-  // The parameters one after the other: forward computes with the first while others come.
+  begin(layer, layer.copies, missing);
+  keep_spare(layer);
+}
+
+// The expert that was used least recently gives its place, now that this call's are known; none
+// where there is room for all.
+void ExpertCache::keep_spare(Layer& layer) {
+  if (!layer.guesses || layer.spare != kNone || layer.num_places() == layer.spec.num_experts) {
+    return;
+  }
+  const auto oldest = std::ranges::min_element(layer.used);
+  if (*oldest == num_calls_) {
+    return;  // the call needs all places
+  }
+  layer.spare = oldest - layer.used.begin();
+  std::int64_t& there = layer.expert_at[static_cast<std::size_t>(layer.spare)];
+  if (there != kNone) {
+    layer.place_of[static_cast<std::size_t>(there)] = kNone;
+    there = kNone;
+  }
+}
+
+void ExpertCache::begin(Layer& layer, RowCopies& copies, std::span<const RowCopies::Row> rows) {
   for (std::size_t i = 0; i < layer.spec.params.size(); ++i) {
-    const std::byte* const source = parts_.model.on_host(layer.spec.params[i]);
-    std::byte* const target = layer.memory[i]->data();
-    const std::size_t row_bytes = layer.spec.row_bytes[i];
-    for (const auto& [expert, place] : missing) {
-      layer.tickets[i].push_back(parts_.copies.submit(
-          {.source = {source + static_cast<std::size_t>(expert) * row_bytes, row_bytes},
-           .target = {target + static_cast<std::size_t>(place) * row_bytes, row_bytes},
-           .direction = CopyDirection::kHostToDevice,
-           .behind = parts_.compute.current_stream(),
-           .await_source = {}}));
+    copies.begin(i,
+                 {.host = parts_.model.on_host(layer.spec.params[i]),
+                  .device = layer.memory[i]->data(),
+                  .row_bytes = layer.spec.row_bytes[i]},
+                 rows);
+  }
+}
+
+void ExpertCache::guess(std::size_t layer, std::span<const std::int64_t> likely) {
+  Layer& own = layers_.at(layer);
+  {
+    const MutexLock lock(mutex_);
+    own.guesses = true;
+    if (own.spare == kNone) {
+      return;
     }
   }
+  if (!parts_.model.begin_rows(own.chunks)) {
+    return;
+  }
+  forget_written(own);
+  const MutexLock lock(mutex_);
+  if (own.spare == kNone) {
+    return;  // it has given way, or was forgotten
+  }
+  std::int64_t& there = own.expert_at[static_cast<std::size_t>(own.spare)];
+  const auto expert = std::ranges::find_if(likely, [&](std::int64_t one) {
+    return own.place_of.at(static_cast<std::size_t>(one)) == kNone;
+  });
+  if (expert == likely.end() || std::ranges::find(likely, there) != likely.end()) {
+    return;
+  }
+  own.guess.wait();  // it was wrong, or failed
+  if (there != kNone) {
+    own.place_of[static_cast<std::size_t>(there)] = kNone;
+  }
+  there = *expert;
+  own.place_of[static_cast<std::size_t>(there)] = own.spare;
+  figures_.guessed_bytes += own.expert_bytes;
+  const RowCopies::Row row{.from = there, .to = own.spare};
+  begin(own, own.guess, std::span(&row, 1));
 }
 
 void ExpertCache::await(std::size_t layer, std::size_t param) {
   Layer& own = layers_.at(layer);
-  const std::vector<CopyTicket> tickets = std::exchange(own.tickets.at(param), {});
-  std::exception_ptr failure;
-  for (const CopyTicket ticket : tickets) {
-    try {
-      parts_.copies.order(ticket, parts_.compute.current_stream());
-    } catch (...) {
-      failure = std::current_exception();
+  try {
+    if (own.guessed) {
+      own.guess.await(param);
     }
-  }
-  if (failure) {
+    own.copies.await(param);
+  } catch (...) {
     const MutexLock lock(mutex_);
     forget(own);
-    std::rethrow_exception(failure);
+    throw;
   }
 }
 
@@ -213,6 +271,7 @@ void ExpertCache::release(std::size_t layer) {
 void ExpertCache::drop(Layer& layer, Memories& dropped) {
   figures_.cache_bytes -= layer.expert_at.size() * layer.expert_bytes;
   dropped.insert(dropped.end(), layer.memory.begin(), layer.memory.end());
+  layer.guess.wait();  // into memory that goes
   forget(layer);
   layer.memory.clear();
   layer.expert_at.clear();
@@ -220,7 +279,13 @@ void ExpertCache::drop(Layer& layer, Memories& dropped) {
   layer.for_one_call = false;
 }
 
-void ExpertCache::clear() noexcept { static_cast<void>(give_up(~std::size_t{0})); }
+void ExpertCache::clear() noexcept {
+  static_cast<void>(give_up(~std::size_t{0}));
+  const MutexLock lock(mutex_);
+  for (Layer& layer : layers_) {
+    layer.guesses = false;
+  }
+}
 
 bool ExpertCache::give_up(std::size_t bytes) noexcept {
   Memories dropped;

@@ -7,15 +7,11 @@
 #include <span>
 #include <vector>
 
-#include "core/chunk_layout.h"
-#include "core/copy_engine.h"
-#include "core/ledger.h"
 #include "core/mutex.h"
-#include "core/nonmodel_memory.h"
 #include "core/peaks.h"
 #include "core/spare_memory.h"
-#include "store/device_memory.h"
-#include "store/session_device.h"
+#include "store/expert_model.h"
+#include "store/row_copies.h"
 
 namespace castor {
 
@@ -27,13 +23,17 @@ namespace castor {
 /// over the ones used least recently. The places of a layer are one block of memory for each
 /// parameter, so that the layer's own forward can compute with them as a tensor.
 ///
+/// Before a layer's router has chosen, a caller may guess an expert (guess()). A layer without room
+/// for all experts keeps a place for guesses from the first one on, so that a guess takes the place
+/// of no expert that a call needs.
+///
 /// The memory is torch's, on the account of the model's activations. The layers take what the
 /// budget leaves beside the chunks of all other parameters and the highest non-model memory of the
 /// last two passes. They give it back, layer by layer, where anybody else needs room. A layer whose
 /// share has no room for a call's experts has memory for that call alone.
 ///
-/// fetch(), await() and release() are called by the thread whose forward is under way; everything
-/// else by any thread. Owned by TorchExpertCache, which makes tensors of the rows.
+/// fetch(), guess(), await() and release() are called by the thread whose forward is under way;
+/// everything else by any thread. Owned by TorchExperts, which makes tensors of the rows.
 class ExpertCache final : public SpareMemory {
  public:
   /// Figures of a run so far, and the bytes that the layers have now.
@@ -42,6 +42,8 @@ class ExpertCache final : public SpareMemory {
     std::uint64_t misses = 0;         ///< experts that were copied from the host
     std::uint64_t fetched_bytes = 0;  ///< bytes of these copies
     std::size_t cache_bytes = 0;      ///< device bytes of the cache
+    std::uint64_t guessed_bytes = 0;  ///< bytes copied for guesses, apart from fetched_bytes
+    std::uint64_t right_guesses = 0;  ///< hits that a guess had copied
   };
   /// Experts of a call, on the device.
   struct Rows {
@@ -52,52 +54,28 @@ class ExpertCache final : public SpareMemory {
     std::int64_t num_places = 0;
   };
 
-  /// Layer whose parameters have a row for each expert.
-  struct LayerSpec {
-    std::vector<ParamId> params;
-    std::vector<std::size_t> row_bytes;  ///< per parameter
-    std::int64_t num_experts = 0;
-  };
-  /// The model whose experts are cached, as a session knows it.
-  class Model {
-   public:
-    virtual ~Model() = default;
-    /// Same as Session::begin_rows and Session::take_written.
-    [[nodiscard]] virtual bool begin_rows(std::span<const ChunkId> chunks) = 0;
-    [[nodiscard]] virtual bool take_written(ChunkId chunk) = 0;
-    /// Returns the address of a parameter's first element in host storage.
-    [[nodiscard]] virtual const std::byte* on_host(ParamId param) const = 0;
-    /// Returns the device bytes of chunks that stay between the passes, of all models.
-    [[nodiscard]] virtual std::size_t lasting_bytes() const = 0;
-  };
-  /// Parts of the session that the cache uses. All outlive it.
-  struct Parts {
-    Model& model;
-    const ChunkLayout& layout;
-    const Ledger& device;
-    NonModelMemory& nonmodel;
-    CopyEngine& copies;
-    const SessionDevice& compute;
-    TakeDeviceMemory take;
-  };
-
   /// `layers`: in order of execution.
-  ExpertCache(Parts parts, std::vector<LayerSpec> layers);
+  ExpertCache(ExpertParts parts, const std::vector<ExpertLayer>& layers);
   ExpertCache(const ExpertCache&) = delete;
   ExpertCache& operator=(const ExpertCache&) = delete;
 
   /// Begins a call of a layer that needs `experts`, which are distinct: begins the copies of those
   /// that are not on the device. Returns nullopt where the layer's chunks have to come to the
-  /// device instead (Model::begin_rows). Otherwise release() follows. Throws what begin_rows
+  /// device instead (ExpertModel::begin_rows). Otherwise release() follows. Throws what begin_rows
   /// throws, and OutOfMemory.
   [[nodiscard]] std::optional<Rows> fetch(std::size_t layer, std::span<const std::int64_t> experts);
+  /// Begins to copy, for the layer's next call, the first of the `likely` experts that the cache
+  /// lacks, unless it has copied one of them already. No effect where the layer has no place for
+  /// guesses yet, and where fetch() would return nullopt. Throws what begin_rows throws.
+  void guess(std::size_t layer, std::span<const std::int64_t> likely);
   /// Makes the current stream wait for the copies of a parameter of the layer, given by its
   /// position in the layer. Rethrows a copy's failure.
   void await(std::size_t layer, std::size_t param);
   /// Ends a call of a layer, after all that it gave the device: the experts stay in the cache.
   /// Rethrows the failure of a copy that nobody awaited.
   void release(std::size_t layer);
-  /// Frees the memory of all layers that no call is using.
+  /// Frees the memory of all layers that no call is using. Places for guesses are kept again from
+  /// the next guess on.
   void clear() noexcept;
   [[nodiscard]] bool give_up(std::size_t bytes) noexcept override;
   [[nodiscard]] Figures figures() const;
@@ -106,15 +84,21 @@ class ExpertCache final : public SpareMemory {
   static constexpr std::int64_t kNone = -1;
   using Memories = std::vector<std::shared_ptr<DeviceMemory>>;
   struct Layer {
-    LayerSpec spec;
-    std::vector<ChunkId> chunks;
-    std::size_t expert_bytes = 0;
+    Layer(const ExpertParts& parts, const ExpertLayer& of_model);
 
-    Memories memory;                               // per parameter; empty: the layer has no places
-    std::vector<std::int64_t> expert_at;           // per place
-    std::vector<std::int64_t> place_of;            // per expert
-    std::vector<std::uint64_t> used;               // per place: number of the last call
-    std::vector<std::vector<CopyTicket>> tickets;  // per parameter, of the call under way
+    const ExpertLayer spec;
+    const std::vector<ChunkId> chunks;
+    const std::size_t expert_bytes;
+
+    Memories memory;                      // per parameter; empty: the layer has no places
+    std::vector<std::int64_t> expert_at;  // per place
+    std::vector<std::int64_t> place_of;   // per expert
+    std::vector<std::uint64_t> used;      // per place: number of the last call
+    RowCopies copies;                     // of the call under way
+    bool guesses = false;                 // whether one place is kept for guesses
+    std::int64_t spare = kNone;           // that place, which no call has used yet
+    RowCopies guess;                      // of the last guess
+    bool guessed = false;                 // whether the call under way needs that guess
     bool in_use = false;
     bool for_one_call = false;
     [[nodiscard]] std::int64_t num_places() const {
@@ -127,12 +111,15 @@ class ExpertCache final : public SpareMemory {
   void make_places(Layer& layer, std::size_t num_needed);
   void bring(Layer& layer, std::span<const std::int64_t> experts, Rows& rows)
       CASTOR_REQUIRES(mutex_);
+  /// Copies rows of all parameters of the layer, one parameter after the other, with `copies`.
+  void begin(Layer& layer, RowCopies& copies, std::span<const RowCopies::Row> rows);
+  void keep_spare(Layer& layer) CASTOR_REQUIRES(mutex_);
   void forget_written(const Layer& layer);
   static void forget(Layer& layer);
   /// Moves the layer's memory into `dropped`, which is freed without the mutex.
   void drop(Layer& layer, Memories& dropped) CASTOR_REQUIRES(mutex_);
 
-  const Parts parts_;
+  const ExpertParts parts_;
   std::size_t streamed_bytes_ = 0;  // of the chunks that no pass reads by the row
   std::size_t layers_bytes_ = 0;    // of all experts
   Peaks::Window nonmodel_;          // since the last call

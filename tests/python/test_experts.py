@@ -167,9 +167,37 @@ def test_a_token_fetches_no_layer_and_only_missing_experts() -> None:
     after = boosted.report()
     misses = after.expert_misses - before.expert_misses
     assert after.demand_fetches == before.demand_fetches
-    assert after.h2d_bytes - before.h2d_bytes == misses * EXPERT_BYTES
+    guessed = after.expert_guessed_bytes - before.expert_guessed_bytes
+    assert after.h2d_bytes - before.h2d_bytes == misses * EXPERT_BYTES + guessed
     assert 0 < misses < TOKENS * LAYERS * TOP
     assert after.expert_hits > before.expert_hits
+
+
+def test_guesses_of_the_next_layers_experts_are_counted_apart() -> None:
+    plain, boosted = seeded(qwen3), boost(seeded(qwen3))
+    for model in (plain, boosted.model):  # what a layer adds changes little, as in trained models
+        for layer in model.model.layers:
+            with torch.no_grad():
+                layer.self_attn.o_proj.weight.mul_(0.01)
+                layer.mlp.experts.down_proj.mul_(0.01)
+    assert_same_tokens(generate(boosted.model), generate(plain))
+    report = boosted.report()
+    guesses, rest = divmod(report.expert_guessed_bytes, EXPERT_BYTES)
+    assert rest == 0
+    assert 0 < guesses <= TOKENS * (LAYERS - 1)
+    assert guesses // 2 < report.expert_right_guesses <= guesses
+    assert report.expert_right_guesses < report.expert_hits
+    assert report.expert_fetched_bytes == report.expert_misses * EXPERT_BYTES
+
+
+def test_a_layer_without_a_router_beside_its_experts_is_not_guessed() -> None:
+    model = seeded(qwen3)
+    for layer in model.model.layers:
+        layer.mlp.second = nn.Linear(WIDTH, EXPERTS, bias=False).requires_grad_(False)
+    boosted = boost(model)
+    assert_same_tokens(generate(boosted.model), generate(seeded(qwen3)))
+    assert boosted.report().expert_misses > 0
+    assert boosted.report().expert_guessed_bytes == 0
 
 
 def test_other_threads_find_the_parameters_during_a_call() -> None:

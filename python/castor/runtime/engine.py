@@ -364,7 +364,7 @@ class Engine(CollectiveCalls):
         figures |= asdict(self.logits) | asdict(self.blocks.figures())
         experts = self.experts.figures()
         figures |= asdict(experts)
-        figures["h2d_bytes"] += experts.expert_fetched_bytes
+        figures["h2d_bytes"] += experts.expert_fetched_bytes + experts.expert_guessed_bytes
         if own := self.ep_group:
             rank, ranks = figures["rank"] * own.size + own.rank, figures["ranks"] * own.size
             figures |= {"rank": rank, "ranks": ranks}

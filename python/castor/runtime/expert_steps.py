@@ -116,21 +116,21 @@ class StepRows:
 
     def __init__(
         self,
-        session: _C.Session,
-        numbers: Sequence[int],
+        experts: _C.Experts,
+        layer: int,
         params: Sequence[nn.Parameter],
         steps: Steps,
     ) -> None:
         """Takes the module's parameters.
 
         Args:
-            session: Session of the model.
-            numbers: Numbers of the parameters in the session.
+            experts: Experts of the model.
+            layer: Number of the module there.
             params: The parameters.
             steps: Calls and counts of the model.
         """
-        self._session = session
-        self._numbers = list(numbers)
+        self._model = experts
+        self._layer = layer
         self._params = list(params)
         self.steps = steps
         self._ahead: _Ahead | None = None
@@ -140,12 +140,12 @@ class StepRows:
         ahead, self._ahead = self._ahead, None
         if ahead and ahead.experts == experts and ahead.versions == self.versions():
             return ahead.rows
-        return self._counted(experts, _C.ExpertRows.fetch(self._session, self._numbers, experts))
+        return self._counted(experts, self._model.rows(self._layer, experts))
 
     def fetch_ahead(self, experts: list[int]) -> None:
         """Begins the copies for the next `fetch` of the same experts, if there is free room."""
         self._ahead = None
-        rows = _C.ExpertRows.fetch_ahead(self._session, self._numbers, experts)
+        rows = self._model.rows_ahead(self._layer, experts)
         if self._counted(experts, rows) is not None:
             assert rows
             self._ahead = _Ahead(experts, self.versions(), rows)

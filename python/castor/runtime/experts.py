@@ -37,6 +37,8 @@ class ExpertFigures:
     expert_misses: int = 0
     expert_fetched_bytes: int = 0
     expert_cache_bytes: int = 0
+    expert_guessed_bytes: int = 0
+    expert_right_guesses: int = 0
 
 
 def expert_modules(spec: ModelSpec, frozen: Sequence[bool]) -> list[int]:
@@ -135,7 +137,7 @@ class Experts:
             choice: The setting `gather_experts`; with True, steps take rows without a measurement.
         """
         self._modules = modules
-        self._cache: _C.ExpertCache | None = None
+        self._cache: _C.Experts | None = None
         self._steps = Steps(measures=choice is not True)
 
     def start(self, spec: ModelSpec, session: _C.Session) -> dict[int, ExpertCall]:
@@ -147,18 +149,23 @@ class Experts:
         if not self._modules:
             return {}
         parts = [spec.modules[position] for position in self._modules]
-        cache = self._cache = _C.ExpertCache(session, [part.params for part in parts])
+        cache = self._cache = _C.Experts(session, [part.params for part in parts])
         model = spec.modules[0].module
         own = sum(spec.params[i].nbytes for part in parts for i in part.params)
         share = own / sum(param.nbytes for param in spec.params)
         model.register_forward_pre_hook(
             ModuleHook(_model_called, cache, self._steps, session, share)
         )
-        calls = {}
+        calls: dict[int, ExpertCall] = {}
+        routers = [_router(model, part.module) for part in parts]
+        stored = {id(p) for i, p in enumerate(spec.params) if session.weight_stored(i)}
         for layer, (at, part) in enumerate(zip(self._modules, parts, strict=True)):
             params = [spec.params[i] for i in part.params]
-            rows = StepRows(session, part.params, params, self._steps)
-            calls[at] = ExpertCall(part.module, cache, layer, rows)
+            rows = StepRows(cache, layer, params, self._steps)
+            ahead = routers[layer + 1] if layer + 1 < len(parts) else None
+            if id(ahead) in stored:
+                ahead = None  # each guess would read it from NVMe
+            calls[at] = ExpertCall(part.module, cache, layer, rows, ahead)
         return calls
 
     def figures(self) -> ExpertFigures:
@@ -172,12 +179,29 @@ class Experts:
 
 
 def _model_called(
-    cache: _C.ExpertCache, steps: Steps, session: _C.Session, share: float, *_: Any
+    cache: _C.Experts, steps: Steps, session: _C.Session, share: float, *_: Any
 ) -> None:
     """Gives the cache's memory to a step that begins, which plans with all that there is."""
     if torch.is_grad_enabled():
         cache.clear()
     steps.model_called(session, share)
+
+
+def _router(model: nn.Module, experts: nn.Module) -> nn.Parameter | None:
+    """Returns the weight [experts, hidden] of the router of a module of experts, if it has one.
+
+    The router is the one module beside the experts whose `weight` has a row for each of them.
+    """
+    beside = [parent for parent in model.modules() if experts in parent.children()]
+    weights = [
+        weight
+        for parent in beside
+        for child in parent.children()
+        if isinstance(weight := getattr(child, "weight", None), nn.Parameter)
+        and weight.dim() == 2
+        and weight.shape[0] == experts.num_experts
+    ]
+    return weights[0] if len(weights) == 1 else None
 
 
 class ExpertCall:
@@ -192,7 +216,12 @@ class ExpertCall:
     """
 
     def __init__(
-        self, module: nn.Module, cache: _C.ExpertCache, layer: int, rows: StepRows
+        self,
+        module: nn.Module,
+        cache: _C.Experts,
+        layer: int,
+        rows: StepRows,
+        next_router: nn.Parameter | None,
     ) -> None:
         """Takes the place of the module's compiled call.
 
@@ -201,11 +230,13 @@ class ExpertCall:
             cache: Cache of the model's experts.
             layer: Number of the module in the cache.
             rows: Rows of the module's parameters, for training steps.
+            next_router: Weight of the next layer's router, by which its experts are guessed.
         """
         self._owner = weakref.ref(module)
         self._cache = cache
         self._layer = layer
         self._rows = rows
+        self._next_router = next_router
         self._full = False
         """Whether steps take the full layer now."""
         self._decided: dict[tuple[int, ...], bool] = {}
@@ -244,6 +275,8 @@ class ExpertCall:
         if call is None:
             return module._call_impl(*args, **kwargs)
         assert index is not None
+        if isinstance(call, _CachedCall):
+            self._guess(args, kwargs, index)
         # In place of forward, so that users' hooks see the experts' own numbers.
         own = module.__dict__.get("forward")
         try:
@@ -291,6 +324,21 @@ class ExpertCall:
         finally:
             module.__dict__["_parameters"] = own
             module.num_experts = self._num_experts  # type: ignore[assignment]
+
+    def _guess(self, args: Any, kwargs: Any, index: torch.Tensor) -> None:
+        """Begins to fetch an expert that the next layer's router would choose now.
+
+        The link rests from here until that router has chosen, but for this call's own copies, which
+        come first. Hidden states change little from layer to layer (Eliseev & Mazur 2023, "Fast
+        Inference of Mixture-of-Experts Language Models with Offloading", section 3.2).
+        """
+        hidden = dict(zip(self._arguments, args, strict=False), **kwargs).get(self._arguments[0])
+        weight = self._next_router
+        if weight is None or hidden is None or hidden.shape[-1] != weight.shape[1]:
+            return
+        scores = nn.functional.linear(hidden.reshape(-1, weight.shape[1]).to(weight.dtype), weight)
+        likely = scores.amax(0).topk(min(index.shape[-1], weight.shape[0])).indices.tolist()
+        self._cache.guess(self._layer + 1, likely)
 
     def _begin(self, needed: list[int]) -> _Call | None:
         """Begins to fetch the experts that a call needs; None: it takes the full parameters."""
@@ -412,7 +460,7 @@ class _CachedCall:
 
     def __init__(
         self,
-        cache: _C.ExpertCache,
+        cache: _C.Experts,
         layer: int,
         needed: list[int],
         rows: tuple[list[torch.Tensor], list[int], int],

@@ -137,6 +137,11 @@ class MemoryReport:
     """Bytes of these, which are a share of h2d_bytes."""
     expert_cache_bytes: int
     """Device bytes that the cache of experts takes now; a share of the non-model data."""
+    expert_guessed_bytes: int
+    """Bytes of experts that were fetched before the router chose, by a guess; a share of h2d_bytes,
+    apart from expert_fetched_bytes."""
+    expert_right_guesses: int
+    """Number of these experts that the router chose; a share of expert_hits."""
     num_chunks: int
     """Number of chunks of the model."""
     chunk_bytes: int

@@ -7,9 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <map>
+#include <mutex>
 #include <optional>
-#include <set>
 #include <vector>
 
 #include "core/error.h"
@@ -17,6 +16,7 @@
 #include "parallel/immediate_copy_engine.h"
 #include "store/charged_memory.h"
 #include "store/fake_device.h"
+#include "store/fake_experts.h"
 #include "store/small_model.h"
 
 namespace castor::testing {
@@ -25,40 +25,7 @@ namespace {
 constexpr std::int64_t kExperts = 4;
 constexpr std::size_t kExpertBytes = 16 + 8;
 constexpr std::size_t kLayerBytes = kExperts * kExpertBytes;
-
-class FakeModel final : public ExpertCache::Model {
- public:
-  explicit FakeModel(const ChunkLayout& layout) : layout_(layout) {
-    for (std::uint32_t i = 0; i < layout.params().size(); ++i) {
-      auto& values = host_[i];
-      for (std::size_t at = 0; at < layout.param(ParamId{i}).numel * sizeof(float); ++at) {
-        values.push_back(static_cast<std::byte>(i * 100 + at));
-      }
-    }
-  }
-
-  [[nodiscard]] bool begin_rows(std::span<const ChunkId> /*chunks*/) override { return rows; }
-  [[nodiscard]] bool take_written(ChunkId chunk) override { return written.erase(chunk) > 0; }
-  [[nodiscard]] const std::byte* on_host(ParamId param) const override {
-    return host_.at(static_cast<std::uint32_t>(param)).data();
-  }
-  [[nodiscard]] std::size_t lasting_bytes() const override { return lasting; }
-
-  void write(ParamId param) {
-    for (std::byte& value : host_[static_cast<std::uint32_t>(param)]) {
-      value = ~value;
-    }
-    written.insert(layout_.place(param).chunk);
-  }
-
-  bool rows = true;
-  std::size_t lasting = 0;
-  std::set<ChunkId> written;
-
- private:
-  const ChunkLayout& layout_;
-  std::map<std::uint32_t, std::vector<std::byte>> host_;
-};
+constexpr std::size_t kThreePlaces = 3 * kExpertBytes;
 
 class ExpertCacheTest : public ::testing::Test {
  protected:
@@ -69,19 +36,19 @@ class ExpertCacheTest : public ::testing::Test {
     }
     ledger_ = std::make_shared<Ledger>(TierKind::kDevice, budget);
     account_ = std::make_shared<NonModelMemory>(ledger_);
-    std::vector<ExpertCache::LayerSpec> layers;
+    std::vector<ExpertLayer> layers;
     for (std::uint32_t layer = 0; layer < 2; ++layer) {
       layers.push_back({.params = {ParamId{2 * layer}, ParamId{2 * layer + 1}},
                         .row_bytes = {16, 8},
                         .num_experts = kExperts});
     }
-    cache_.emplace(ExpertCache::Parts{.model = model_,
-                                      .layout = layout_,
-                                      .device = *ledger_,
-                                      .nonmodel = *account_,
-                                      .copies = copies == nullptr ? immediate_ : *copies,
-                                      .compute = device_,
-                                      .take = charged_to(account_)},
+    cache_.emplace(ExpertParts{.model = model_,
+                               .layout = layout_,
+                               .device = *ledger_,
+                               .nonmodel = *account_,
+                               .copies = copies == nullptr ? immediate_ : *copies,
+                               .compute = device_,
+                               .take = charged_to(account_)},
                    std::move(layers));
   }
   /// Runs a call, and checks that it has the rows that the host has.
@@ -129,7 +96,7 @@ class ExpertCacheTest : public ::testing::Test {
   const ChunkLayout layout_ = model();
   const SessionDevice device_{std::make_shared<FakeDevice>()};
   ImmediateCopyEngine immediate_;
-  FakeModel model_{layout_};
+  FakeExperts model_{layout_};
   std::shared_ptr<Ledger> ledger_;
   std::shared_ptr<NonModelMemory> account_;
   std::optional<ExpertCache> cache_;
@@ -224,6 +191,131 @@ TEST_F(ExpertCacheTest, ACallWithoutRoomOnTheDeviceThrowsAndLeavesTheLayerFree) 
   EXPECT_THROW(static_cast<void>(cache_->fetch(0, std::vector<std::int64_t>{0})), OutOfMemory);
   expect(0, 0, 0);
   EXPECT_FALSE(cache_->give_up(1));
+}
+
+TEST_F(ExpertCacheTest, AGuessIsThereWhenACallNeedsIt) {
+  make(2 * kThreePlaces);
+  cache_->guess(0, std::vector<std::int64_t>{3});  // from here on a place is kept
+  call(0, {0, 1});
+  cache_->guess(0, std::vector<std::int64_t>{0, 2, 3});
+  EXPECT_EQ(cache_->figures().guessed_bytes, kExpertBytes) << "0 is there, 2 is the likeliest";
+  call(0, {0, 2});
+  expect(2, 2, kThreePlaces);
+  EXPECT_EQ(cache_->figures().right_guesses, 1U);
+}
+
+TEST_F(ExpertCacheTest, AGuessTakesThePlaceOfNoExpertThatACallNeeds) {
+  make(2 * kThreePlaces);
+  cache_->guess(0, std::vector<std::int64_t>{0});
+  call(0, {0, 1});
+  cache_->guess(0, std::vector<std::int64_t>{2});
+  cache_->guess(0, std::vector<std::int64_t>{3});  // over the guess that was wrong
+  call(0, {0, 1});
+  expect(2, 2, kThreePlaces);
+  EXPECT_EQ(cache_->figures().guessed_bytes, 2 * kExpertBytes);
+  call(0, {3, 0});  // right, though late: now 1 gives its place to guesses
+  expect(4, 2, kThreePlaces);
+  EXPECT_EQ(cache_->figures().right_guesses, 1U);
+  call(0, {1});
+  expect(4, 3, kThreePlaces);
+}
+
+TEST_F(ExpertCacheTest, ALayerWithRoomForAllExpertsKeepsNoPlaceForGuesses) {
+  make(2 * kLayerBytes);
+  cache_->guess(0, std::vector<std::int64_t>{3});
+  call(0, {0, 1});
+  cache_->guess(0, std::vector<std::int64_t>{3});
+  call(0, {2, 3});
+  call(0, {0, 1, 2, 3});
+  expect(4, 4, kLayerBytes);
+  EXPECT_EQ(cache_->figures().guessed_bytes, 0U);
+}
+
+TEST_F(ExpertCacheTest, OneOfTheLikelyExpertsIsCopiedOnce) {
+  make(2 * kThreePlaces);
+  cache_->guess(0, std::vector<std::int64_t>{0});
+  call(0, {0});
+  cache_->guess(0, std::vector<std::int64_t>{1, 2});
+  cache_->guess(0, std::vector<std::int64_t>{2, 1});
+  cache_->guess(0, std::vector<std::int64_t>{0});
+  EXPECT_EQ(cache_->figures().guessed_bytes, kExpertBytes) << "1, which stays";
+}
+
+TEST_F(ExpertCacheTest, ACallThatNeedsAllPlacesTakesTheOneForGuessesToo) {
+  make(2 * 2 * kExpertBytes);  // two places for each layer
+  cache_->guess(0, std::vector<std::int64_t>{0});
+  call(0, {0});
+  cache_->guess(0, std::vector<std::int64_t>{1});
+  call(0, {2, 3});
+  cache_->guess(0, std::vector<std::int64_t>{1});
+  expect(0, 3, 2 * kExpertBytes);
+  EXPECT_EQ(cache_->figures().guessed_bytes, kExpertBytes) << "no place was left for the second";
+  call(0, {2});
+  expect(1, 3, 2 * kExpertBytes);
+}
+
+TEST_F(ExpertCacheTest, AGuessOfRowsThatWereWrittenSinceComesAgain) {
+  make(2 * kThreePlaces);
+  cache_->guess(0, std::vector<std::int64_t>{0});
+  call(0, {0});
+  cache_->guess(0, std::vector<std::int64_t>{1});
+  model_.write(ParamId{0});
+  call(0, {1});
+  EXPECT_EQ(cache_->figures().right_guesses, 0U);
+}
+
+TEST_F(ExpertCacheTest, GuessesAreLeftOutWhereNothingIsFetchedAndWhereALayerHasGivenWay) {
+  make(2 * kThreePlaces);
+  cache_->guess(0, std::vector<std::int64_t>{0});
+  call(0, {0});
+  model_.rows = false;
+  cache_->guess(0, std::vector<std::int64_t>{1});
+  model_.rows = true;
+  cache_->clear();
+  cache_->guess(0, std::vector<std::int64_t>{1});
+  EXPECT_EQ(cache_->figures().guessed_bytes, 0U);
+  EXPECT_EQ(account_->bytes(), 0U);
+}
+
+TEST_F(ExpertCacheTest, AWrongGuessIsNotWaitedForAndItsMemoryOutlivesItsCopy) {
+  std::mutex link;
+  AsyncCopyEngine copies({.copy = [&](const CopyRequest& request) {
+    const std::lock_guard lock(link);
+    std::memcpy(request.target.data(), request.source.data(), request.source.size());
+  }});
+  make(2 * kThreePlaces, &copies);
+  cache_->guess(0, std::vector<std::int64_t>{0});
+  call(0, {0});
+  {
+    const std::lock_guard down(link);
+    cache_->guess(0, std::vector<std::int64_t>{1});
+    call(0, {0});
+  }
+  cache_->clear();
+  EXPECT_EQ(account_->bytes(), 0U);
+  cache_.reset();
+}
+
+TEST_F(ExpertCacheTest, AGuessWhoseCopyFailedIsToldToTheCallThatNeedsIt) {
+  bool fails = false;
+  AsyncCopyEngine copies({.copy = [&](const CopyRequest& request) {
+    if (fails) {
+      throw Error("the link is down");
+    }
+    std::memcpy(request.target.data(), request.source.data(), request.source.size());
+  }});
+  make(2 * kThreePlaces, &copies);
+  cache_->guess(0, std::vector<std::int64_t>{0});
+  call(0, {0});
+  fails = true;
+  cache_->guess(0, std::vector<std::int64_t>{1});
+  const auto rows = cache_->fetch(0, std::vector<std::int64_t>{1});
+  ASSERT_TRUE(rows.has_value());
+  EXPECT_THROW(cache_->await(0, 0), Error);
+  EXPECT_THROW(cache_->release(0), Error);
+  fails = false;
+  call(0, {0, 1});
+  EXPECT_EQ(cache_->figures().misses, 3U);
 }
 
 }  // namespace
