@@ -23,11 +23,13 @@ class Clock(StoppingCriteria):
     def __init__(self, booster: Booster | None) -> None:
         self.booster = booster
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.reports: list[MemoryReport] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Notes the time, and what castor has moved."""
         self.seconds.append(time.perf_counter())
+        self.cpu_seconds.append(time.process_time())
         if self.booster is not None:
             self.reports.append(self.booster.report())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
@@ -39,6 +41,8 @@ class Round:
 
     seconds: float
     """Seconds of a token."""
+    cpu_seconds: float
+    """Seconds of a token that this process computed; a busy machine adds nothing to them."""
     link_seconds: float
     """Seconds that the link takes for the bytes of a token; 0: without castor."""
     tokens: list[int]
@@ -62,12 +66,14 @@ class Contender:
         Args:
             model: The model.
             booster: Booster that boosted it; None: nobody did.
-            settings: `prompt` and `tokens`, numbers of tokens, and what generate() takes else.
+            settings: `prompt` and `tokens`, numbers of tokens; `link`, bytes per second of the
+                emulated link; and what generate() takes else.
         """
         self.model = model
         self.booster = booster
         self.prompt: int = settings.pop("prompt")
         self.num_tokens: int = settings.pop("tokens")
+        self.link: float = settings.pop("link", LINK)
         self.settings = settings
         self.param_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         self.rounds: list[Round] = []
@@ -94,7 +100,8 @@ class Contender:
         self.rounds.append(
             Round(
                 seconds=(clock.seconds[-1] - clock.seconds[0]) / count,
-                link_seconds=moved / count / LINK,
+                cpu_seconds=(clock.cpu_seconds[-1] - clock.cpu_seconds[0]) / count,
+                link_seconds=moved / count / self.link,
                 tokens=tokens[0].tolist(),
                 reports=reports,
             )
@@ -115,14 +122,18 @@ class Contender:
         Raises:
             RuntimeError: A peak passed the budget.
         """
+        own = {
+            "seconds": spread(self.seconds()),
+            "cpu_seconds": spread([one.cpu_seconds for one in self.rounds]),
+        }
         if self.booster is None:
-            return {"seconds": spread(self.seconds())}
+            return own
         report = self.booster.report()
         if report.peak_device_bytes > report.device_budget_bytes:
             raise RuntimeError(f"a peak of {report.peak_device_bytes} bytes passes the budget")
         link_seconds = [one.link_seconds for one in self.rounds]
         return {
-            "seconds": spread(self.seconds()),
+            **own,
             "link_seconds": spread(link_seconds),
             "over_link": paired(self.seconds(), link_seconds),
             "report": vars(report),

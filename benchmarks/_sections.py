@@ -355,6 +355,38 @@ def experts(record: Record) -> list[str]:
     return [inline(Bars(title=title, unit="s", bars=bars)), table(headings, rows)]
 
 
+def expert_training(record: Record) -> list[str]:
+    rows = [
+        [
+            title,
+            f"{result['touched']['median']:.0%}",
+            *(f"{result[key]['median'] / 1e6:.0f}" for key in ("touched_bytes", "fetched_bytes")),
+            f"{result['link_bytes']['full layers']['median'] / 1e6:.0f}",
+            *(f"{seconds['median']:.2f}" for seconds in result["seconds"].values()),
+        ]
+        for title, result in record["results"].items()
+    ]
+    headings = ("distinct", "experts touched", "touched MB", "fetched MB", "full layers MB")
+    return [table((*headings, "plain PyTorch s", "full layers s", "experts s"), rows)]
+
+
+def expert_guesses(record: Record) -> list[str]:
+    rows = [
+        [name, guess, *(f"{share:.0%}" for share in shares.values())]
+        for name, case in record["cases"].items()
+        for guess, shares in case["guesses"].items()
+    ]
+    headings = (
+        "routers",
+        "guess",
+        "experts guessed",
+        "missing",
+        "missing guessed",
+        "copies needed",
+    )
+    return [table((*headings, "guessed by the first", "first needed"), rows)]
+
+
 def hybrid(record: Record) -> list[str]:
     rows = [
         [
@@ -498,6 +530,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Record], list[str]]]] = {
     "overlap": ("Overlap behind a slow link", overlap),
     "generation": ("Tokens behind a slow link", generation),
     "experts": ("Experts behind a slow link", experts),
+    "expert_training": ("Training over frozen experts", expert_training),
+    "expert_guesses": ("Guesses of the next experts", expert_guesses),
     "hybrid": ("Whole chunks in spare device memory", hybrid),
     "adam": ("CPU Adam", adam),
     "formats": ("Convergence of the state formats", formats),

@@ -1,15 +1,19 @@
 # Question: does a token of a mixture of experts behind a slow link take no longer than the experts
 #     that the cache on the device lacks?
 # Baseline: the bytes of those experts at the link's rate; beside it full layers, which castor
-#     streams with gather_experts=False, and plain PyTorch with all parameters in memory.
+#     streams with gather_experts=False, plain PyTorch with all parameters in memory, and castor
+#     without guesses of the next layer's experts, which takes turns with castor as it is.
+# Link: the bytes of a token are those that it needed and the cache lacked, fetched by a guess or
+#     not; those of wrong guesses are told apart. On a busy machine --link makes the link slower, so
+#     that its share of a token's time is that of a quiet one: half a token of plain PyTorch.
 # Work: generate(), sampling, one row, behind an emulated link of 2 GB/s, with half of the bytes of
 #     the parameters as the device budget: caches and activations are in it too.
 # Model: a Qwen3-MoE of 16 layers with 64 experts, 4 for each token; fp32. Its values and so its
 #     tokens are random: consecutive tokens share few experts.
-# Clock: from the first token, which is the prompt's, to the last. Contenders run one after the
-#     other, since memory has no room for both; their tokens are compared. Torch computes on one
-#     core: the link's thread needs the other, which it does not on a GPU.
-"""Experts behind a slow link: `python benchmarks/experts.py [--rounds R] [--quick]`."""
+# Clock: from the first token, which is the prompt's, to the last. The other contenders run one
+#     after the other, since memory has no room for both; all tokens are compared. Torch computes
+#     on one core: the link's thread needs the other, which it does not on a GPU.
+"""Experts behind a slow link: `python benchmarks/experts.py [--rounds R] [--link G] [--quick]`."""
 
 from __future__ import annotations
 
@@ -31,7 +35,8 @@ PROMPT = 4
 TARGET = 1.15
 SPEEDUP = 5.0
 PLAIN, FULL_LAYERS, BY_ROW = "plain PyTorch", "full layers", "experts"
-TOKENS = {PLAIN: 48, FULL_LAYERS: 5, BY_ROW: 48}
+UNGUESSED = "experts, without guesses"
+TOKENS = {PLAIN: 48, FULL_LAYERS: 5, UNGUESSED: 48, BY_ROW: 48}
 """New tokens of a round: full layers take over a second each."""
 SIZES = {"hidden_size": 1024, "moe_intermediate_size": 384, "num_hidden_layers": 16}
 QUICK_SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 4}
@@ -72,8 +77,8 @@ def build(sizes: dict[str, int]) -> Any:
     return model
 
 
-def contender(name: str, sizes: dict[str, int]) -> Contender:
-    """The model with one setting."""
+def contender(name: str, sizes: dict[str, int], link: float) -> Contender:
+    """The model with one setting, behind a link of so many GB/s."""
     model, booster = build(sizes), None
     if name != PLAIN:
         param_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -82,64 +87,130 @@ def contender(name: str, sizes: dict[str, int]) -> Contender:
             device_memory=param_bytes // 2,
             host_memory=param_bytes + (256 << 20),
             precision="fp32",
-            link_bandwidth="2GB/s",
+            link_bandwidth=f"{link:g}GB/s",
             gather_experts=name == BY_ROW,
         )
         booster = Booster(plugin=plugin)
         booster.boost(model)
-    return Contender(model, booster, prompt=PROMPT, tokens=TOKENS[name], do_sample=True)
+    return Contender(
+        model, booster, prompt=PROMPT, tokens=TOKENS[name], link=1e9 * link, do_sample=True
+    )
+
+
+def let_guess(model: Any, routers: list[Any] | None) -> list[Any]:
+    """Lets layers guess by these routers, None: by none, and empties the cache.
+
+    Returns:
+        The routers by which they guessed.
+    """
+    calls = [layer.mlp.experts._compiled_call_impl for layer in model.model.layers]
+    before = [call._next_router for call in calls]
+    calls[0]._cache.clear()
+    for i, call in enumerate(calls):
+        call._next_router = routers[i] if routers else None
+    return before
+
+
+def in_turns(guessing: Contender, rounds: int) -> Contender:
+    """Runs rounds with guesses and without, in turns; each after one that fills the cache.
+
+    Returns:
+        The contender without guesses, of the same model.
+    """
+    other = Contender(
+        guessing.model,
+        guessing.booster,
+        prompt=PROMPT,
+        tokens=guessing.num_tokens,
+        link=guessing.link,
+        do_sample=True,
+    )
+    routers = let_guess(guessing.model, None)
+    for _ in range(rounds):
+        for one, guesses in ((other, None), (guessing, routers)):
+            let_guess(one.model, guesses)
+            one.run()  # fills the cache
+            one.rounds.pop()
+            one.run()
+    return other
 
 
 def figures(contender: Contender) -> dict[str, Any]:
-    """Figures of a contender; of castor's also the share of experts that the device had."""
+    """Figures of a contender; of castor's also the share of experts that the device had.
+
+    A guess that was right is an expert that it did not have. "wrong" is the share of bytes over the
+    link that were for wrong guesses.
+    """
     found = contender.figures()
-    if contender.booster is not None:
-        counts = [
-            (one.grown("expert_hits"), one.grown("expert_misses")) for one in contender.rounds
-        ]
-        found["hits"] = spread([hits / max(1, hits + misses) for hits, misses in counts])
-    return found
+    if contender.booster is None:
+        return found
+    report = contender.booster.report()
+    expert_bytes = report.expert_fetched_bytes // max(1, report.expert_misses)
+    hits, wrong, link_seconds = [], [], []
+    for one in contender.rounds:
+        right = one.grown("expert_right_guesses")
+        had, needed = one.grown("expert_hits") - right, one.grown("expert_misses") + right
+        hits.append(had / max(1, had + needed))
+        wrong_bytes = one.grown("expert_guessed_bytes") - right * expert_bytes
+        wrong.append(wrong_bytes / max(1, one.grown("h2d_bytes")))
+        link_seconds.append((1 - wrong[-1]) * one.link_seconds)
+    return found | {
+        "hits": spread(hits),
+        "wrong": spread(wrong),
+        "link_seconds": spread(link_seconds),
+        "over_link": paired(contender.seconds(), link_seconds),
+    }
 
 
-def run(sizes: dict[str, int], rounds: int) -> dict[str, Any]:
+def run(sizes: dict[str, int], rounds: int, link: float) -> dict[str, Any]:
     """Figures of each contender."""
     results, seconds, tokens = {}, {}, {}
-    for name in TOKENS:
-        one = contender(name, sizes)
+    for name in (PLAIN, FULL_LAYERS, BY_ROW):
+        one = contender(name, sizes, link)
         one.warm_up()
-        for _ in range(rounds):
-            one.run()
-        results[name], seconds[name] = figures(one), one.seconds()
-        tokens[name] = [each.tokens for each in one.rounds]
+        found = {name: one}
+        if name == BY_ROW:
+            found = {UNGUESSED: in_turns(one, rounds), name: one}
+        else:
+            for _ in range(rounds):
+                one.run()
+        for title, each in found.items():
+            results[title], seconds[title] = figures(each), each.seconds()
+            tokens[title] = [round_.tokens for round_ in each.rounds]
         param_bytes = one.param_bytes
-        del one
+        del one, each, found
         gc.collect()
-    for plain, full, by_row in zip(*(tokens[name] for name in TOKENS), strict=True):
-        if by_row != plain or plain[: len(full)] != full:
+    for plain, full, *by_row in zip(*(tokens[name] for name in TOKENS), strict=True):
+        if by_row != [plain, plain] or plain[: len(full)] != full:
             raise RuntimeError("castor generates other tokens than plain PyTorch")
     speedup = paired(seconds[FULL_LAYERS], seconds[BY_ROW])
     return {
         "param_bytes": param_bytes,
         "results": results,
         "speedup": speedup,
+        "guesses_speedup": paired(seconds[UNGUESSED], seconds[BY_ROW]),
         "met": results[BY_ROW]["over_link"]["median"] <= TARGET and speedup["median"] >= SPEEDUP,
     }
 
 
-def show(case: dict[str, Any], console: Console) -> None:
-    table = Table(title=f"half of {case['param_bytes'] / 1e9:.2f} GB, behind {LINK / 1e9:g} GB/s")
-    for heading in ("", "ms a token", "link ms", "token / link", "on the device"):
+def show(case: dict[str, Any], link: float, console: Console) -> None:
+    table = Table(title=f"half of {case['param_bytes'] / 1e9:.2f} GB, behind {link:g} GB/s")
+    headings = ("", "ms a token", "CPU ms", "link ms", "token / link", "on the device")
+    for heading in (*headings, "wrong guesses"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, result in case["results"].items():
-        of_link = ("", "", "")
+        of_link = ("", "", "", "")
         if "over_link" in result:
             of_link = (
                 f"{1e3 * result['link_seconds']['median']:.1f}",
                 f"{result['over_link']['median']:.3f}",
                 f"{result['hits']['median']:.0%}",
+                f"{result['wrong']['median']:.0%}",
             )
-        table.add_row(name, f"{1e3 * result['seconds']['median']:.1f}", *of_link)
+        both = (result[key]["median"] for key in ("seconds", "cpu_seconds"))
+        table.add_row(name, *(f"{1e3 * seconds:.1f}" for seconds in both), *of_link)
     console.print(table)
+    print(f"without guesses / with them: {case['guesses_speedup']['median']:.2f}")
     verdict = "met" if case["met"] else "MISSED"
     console.print(
         f"{case['speedup']['median']:.1f} times the tokens (at least {SPEEDUP:g}); a token over "
@@ -150,16 +221,19 @@ def show(case: dict[str, Any], console: Console) -> None:
 def main() -> int:
     parser = command_line("experts", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--link", type=float, default=LINK / 1e9, help="GB/s, each way")
+    parser.add_argument("--layers", type=int, default=SIZES["num_hidden_layers"])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     machine = describe_machine()
     rounds = 1 if arguments.quick else arguments.rounds
-    case = run(QUICK_SIZES if arguments.quick else SIZES, rounds)
-    show(case, Console())
+    sizes = QUICK_SIZES if arguments.quick else SIZES | {"num_hidden_layers": arguments.layers}
+    case = run(sizes, rounds, arguments.link)
+    show(case, arguments.link, Console())
     record = {
         "rounds": rounds,
         "tokens": TOKENS,
-        "link_bytes_per_second": LINK,
+        "link_bytes_per_second": 1e9 * arguments.link,
         "target": TARGET,
         "speedup_target": SPEEDUP,
         **case,

@@ -231,6 +231,11 @@ ROWS = (
         "the experts that the cache lacks",
         ("results", "experts", "over_link"), at_most(1.15)),
     Row("experts", "tokens a second / those with full layers", ("speedup",), at_least(5)),
+    Row("expert_training", "bytes that a step of 2 x 128 tokens fetches / those of the experts "
+        "that it touches, 16 distinct tokens",
+        ("results", "16 tokens", "fetched_over_touched"), at_most(1.10)),
+    Row("expert_training", "its time with full layers / with experts by the row",
+        ("results", "16 tokens", "speedup")),
     Row("hybrid", "bytes over the link with room for 0, 25, 50 and 100% of all payloads, streamed",
         ("results", "*", "link_bytes_per_step", "streamed"), unit=MB),
     Row("hybrid", "the same, whole chunks in spare memory",

@@ -24,6 +24,8 @@ LONG = (
     *(
         "compiled",
         "copy_engines",
+        "expert_guesses",
+        "expert_training",
         "experts",
         "export_memory",
         "generation",
