@@ -74,8 +74,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Chromium]:
+    """A browser for the tests of a file: Playwright's event loop runs in this thread until its end,
+    and later tests could not run one of their own."""
     executable = find()
     if executable is None:
         message = "no Chromium: apt-get install chromium"
