@@ -23,6 +23,7 @@
 #include "core/pipeline_schedule.h"
 #include "core/placement.h"
 #include "core/planner.h"
+#include "optim/rule_of_type.h"
 #include "optim/state_format.h"
 #include "python/bindings.h"
 #include "python/names.h"
@@ -153,7 +154,7 @@ class Simulator {
     const Plan plan = make_plan(trace, layout_, placements, plan_options);
     SimulatedStep step = simulate_step(trace, compute_seconds, layout_, placements, plan, hardware,
                                        optimizer, places.stored);
-    step.peak_device_bytes += resident.slot_slack_bytes;
+    step.peak_device_bytes += resident.parameter_bytes;
     py::dict result = figures(step, streamed, resident.num_resident);
     report(places, result);
     return result;
@@ -164,8 +165,15 @@ class Simulator {
   /// host nothing changes: the chunks' places there stay theirs.
   struct Resident {
     std::size_t num_resident = 0;
-    std::uint64_t slot_slack_bytes = 0;  ///< the parameters take whole slots there
+    /// The parameters take whole slots there, and formats whose masters are partly in them keep a
+    /// second copy.
+    std::uint64_t parameter_bytes = 0;
   };
+
+  [[nodiscard]] std::uint64_t resident_parameter_bytes(const ChunkSpec& chunk) const {
+    const bool copied = chunk.has_state && rule_of_type(*rule_, chunk.type).splits_masters();
+    return chunk.capacity_bytes - (copied ? 0 : chunk.used_bytes);
+  }
 
   static PlacementPolicy policy_of(const py::dict& options) {
     return options["policy"].cast<PlacementPolicy>();
@@ -210,7 +218,7 @@ class Simulator {
                          const StoredPayloads& stored, double margin_ratio) const {
     std::vector<std::size_t> bytes;
     for (const ChunkSpec& chunk : layout_.chunks()) {
-      bytes.push_back(payload_bytes(chunk, optimizer) + chunk.capacity_bytes - chunk.used_bytes);
+      bytes.push_back(payload_bytes(chunk, optimizer) + resident_parameter_bytes(chunk));
     }
     std::vector<bool> candidates;
     for (std::size_t i = 0; i < bytes.size(); ++i) {
@@ -221,9 +229,8 @@ class Simulator {
                           {.plan = *plan_options, .margin_ratio = margin_ratio});
     Resident resident{.num_resident = promotions.chunks.size()};
     for (const ChunkId chunk : promotions.chunks) {
-      const ChunkSpec& spec = layout_.chunk(chunk);
       (*placements)[index(chunk)] = Placement::kDevice;
-      resident.slot_slack_bytes += spec.capacity_bytes - spec.used_bytes;
+      resident.parameter_bytes += resident_parameter_bytes(layout_.chunk(chunk));
     }
     plan_options->fixed_device_bytes += promotions.bytes;
     return resident;

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,17 @@ def test_qlora_trains_near_lora_in_less_memory_and_is_merged_into_the_unquantise
     merged = AutoModelForCausalLM.from_pretrained(place / "merged").state_dict()
     assert all(torch.equal(merged[key], value) for key, value in expected.items())
     assert "before quantisation" in (place / "merged" / "README.md").read_text()
+
+
+def test_the_plan_predicts_the_peak_of_qlora(tmp_path: Path) -> None:
+    place = small_model.make(tmp_path)
+    (place / "qlora.yaml").write_text(RECIPE.format(place=place, adapter="qlora"))
+    given = ["device_memory=256MiB", "activations=keep", "precision=bf16"]
+    sets = [word for one in given for word in ("--set", f"memory.{one}")]
+    sets += ["--set", "data.packing=true", "--set", "data.max_length=256"]
+    said = re.search(r"device: ([\d.]+) MiB", castor(place, "train", place / "qlora.yaml",
+                                                     "--dry-run", *sets))  # fmt: skip
+    castor(place, "train", place / "qlora.yaml", *sets)
+    peak = max(one["device_bytes"] for one in entries(place / "qlora")) / 2**20
+    assert said
+    assert peak <= float(said[1]) <= 1.25 * peak

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -77,10 +78,10 @@ def weights(run: Path) -> bytes:
     return (run / "model.safetensors").read_bytes()
 
 
-def run_script(name: str, *arguments: str | Path) -> None:
-    """Runs a script of this folder as `castor run` does, under SETTINGS."""
+def run_script(name: str, *arguments: str | Path, settings: dict[str, str] = SETTINGS) -> None:
+    """Runs a script of this folder as `castor run` does, under some settings."""
     script = Path(__file__).with_name(name)
-    command = ("-m", "castor.integrations.script", json.dumps(SETTINGS), script, *arguments)
+    command = ("-m", "castor.integrations.script", json.dumps(settings), script, *arguments)
     done = run_python(*command, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -216,6 +217,35 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert "the budgets do not hold a step" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"data\.max_length is 257, and .* at most 256 tokens"):
         train.start(file, ["data.max_length=257"], dry_run=True)
+
+
+PREDICTED = {
+    "packed": ("full", ["data.packing=true", "data.max_length=256", "train.batch_size=1"]),
+    "padded": ("full", ["train.batch_size=4"]),
+    "adapted": ("lora", ["data.packing=true", "data.max_length=256", "memory.activations=keep"]),
+}
+"""Adapter and settings of recipes whose memory is predicted and measured."""
+
+
+def test_the_plan_predicts_the_peak_of_a_run(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    room = {"device": "cpu", "device_memory": "256MiB", "host_memory": "256MiB"}
+    for name, (adapter, given) in PREDICTED.items():
+        settings = {"precision": "bf16", **room}
+        settings |= dict(one[7:].split("=") for one in given if one.startswith("memory."))
+        more = [f"memory.{key}={value}" for key, value in settings.items()]
+        recipe = load(recipe_file(place, name, adapter=adapter), [*more, *given])
+        (place / f"{name}.yaml").write_text(dump(recipe))
+        (place / name).mkdir()
+        capsys.readouterr()
+        assert train.start(place / f"{name}.yaml", [], dry_run=True) == 0
+        said = re.search(r"device: ([\d.]+) MiB", capsys.readouterr().out)
+        assert said
+        run_script("several.py", place / f"{name}.yaml", settings=settings)
+        entries = map(json.loads, (place / name / "log.jsonl").read_text().splitlines())
+        peak = max(one["device_bytes"] for one in entries if "loss" in one) / 2**20
+        assert peak <= float(said[1]) <= 1.25 * peak, name
 
 
 def recipe_of(place: Path, *overrides: str, method: str = "sft") -> Recipe:

@@ -108,6 +108,11 @@ class Logits:
         """Whether the model has an output embedding."""
         return self._head is not None and self._position >= 0
 
+    @property
+    def head(self) -> nn.Linear | None:
+        """The output embedding; None: there is none that castor can compute in tiles."""
+        return self._head if self.found else None
+
     def rows_per_tile(self, rows: int, device_bytes: int, tile_logits: TileLogits = "auto") -> int:
         """Returns the rows of a tile, as GeminiPlugin(tile_logits=...) decides; 0: all rows."""
         if self._head is None or self._position < 0 or tile_logits is False:
@@ -128,10 +133,8 @@ class Logits:
         """
         head = self._head
         assert head is not None
-        own = [i for i, event in enumerate(trace) if event.position == self._position]
-        begin = next((i for i in own if trace[i].kind == FORWARD_ENTER), None)
-        end = next((i for i in reversed(own) if trace[i].kind == BACKWARD_ENTER), None)
-        if begin is None or end is None:
+        begin, end = self._span(trace)
+        if end < begin:
             return trace
         element = head.weight.element_size()
         gradients = rows * head.in_features * element
@@ -146,3 +149,23 @@ class Logits:
         again = (2 * rows * head.weight.numel(), head.weight.numel() * element)
         result[end] = replace(result[end], work=[*trace[end].work, again])
         return result
+
+    def replaced(self, trace: list[TraceEvent], num_bytes: int) -> list[TraceEvent]:
+        """Returns the events of a step whose loss takes other bytes beside the hidden states.
+
+        Args:
+            trace: Events of the step with the model's own loss.
+            num_bytes: Bytes from the head's forward to the end of its backward.
+        """
+        begin, end = self._span(trace)
+        result = list(trace)
+        for i in range(begin, end + 1):
+            result[i] = replace(trace[i], nonmodel_bytes=trace[begin].live_bytes + num_bytes)
+        return result
+
+    def _span(self, trace: list[TraceEvent]) -> tuple[int, int]:
+        """Returns the events that begin the head's forward and backward; (0, -1): it has none."""
+        own = [i for i, event in enumerate(trace) if event.position == self._position]
+        begin = next((i for i in own if trace[i].kind == FORWARD_ENTER), None)
+        end = next((i for i in reversed(own) if trace[i].kind == BACKWARD_ENTER), None)
+        return (0, -1) if begin is None or end is None else (begin, end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from castor.activations.output_embedding import output_embedding
 from castor.estimate.model import without_values
 
 _BYTES_OF_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -19,13 +21,17 @@ _BYTES_OF_4_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 scales (Dettmers et al. 2023, section 3)."""
 
 
-def add_adapters(model: nn.Module, rank: int, *, four_bit_base: bool) -> None:
-    """Freezes a model and adds trainable adapters to all linear layers but the output embedding.
+def add_adapters(
+    model: nn.Module, rank: int, more: Mapping[str, Any], *, four_bit_base: bool
+) -> None:
+    """Freezes a model and adds trainable adapters to linear layers.
 
     Args:
         model: The model, on the meta device.
         rank: Rank of the adapters.
-        four_bit_base: Whether the weights under the adapters have 4 bits.
+        more: Further arguments of PEFT's LoraConfig.
+        four_bit_base: Whether the weights of all linear layers but the output embedding have 4 bits,
+            as bitsandbytes makes them.
 
     Raises:
         ModuleNotFoundError: peft is not installed.
@@ -39,17 +45,23 @@ def add_adapters(model: nn.Module, rank: int, *, four_bit_base: bool) -> None:
             "peft",
             name="peft",
         ) from error
-    config = peft.LoraConfig(r=rank, target_modules="all-linear")
+    config = peft.LoraConfig(r=rank, **more)
     with torch.device("meta"), without_values(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's warnings about layers, which need no action
         peft.inject_adapter_in_model(config, model)
     if four_bit_base:
-        for module in list(model.modules()):
-            base: Any = getattr(module, "base_layer", None)
-            if isinstance(base, nn.Linear):
-                _pack(base, base.weight.shape)
-            elif base is not None and type(base).__name__ == "Conv1D":  # its weight is (in, out)
-                _pack(base, base.weight.T.shape)
+        head = output_embedding(model, "auto")
+        adapted: list[Any] = [one for one in model.modules() if hasattr(one, "base_layer")]
+        adapters = {part for one in adapted for part in one.modules()} - {
+            one.base_layer for one in adapted
+        }
+        for layer in list(model.modules()):
+            if layer is head or layer in adapters:
+                continue
+            if isinstance(layer, nn.Linear):
+                _pack(layer, layer.weight.shape)
+            elif type(layer).__name__ == "Conv1D":  # its weight is (in, out)
+                _pack(layer, layer.weight.T.shape)  # type: ignore[operator]
 
 
 def _pack(layer: Any, shape: torch.Size) -> None:

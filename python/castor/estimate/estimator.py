@@ -21,7 +21,8 @@ from castor.config.settings import first_update_fraction
 from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.adapters import add_adapters
 from castor.estimate.machine import Machine
-from castor.estimate.metatrace import Step, record_step
+from castor.estimate.fused_loss import FusedLoss
+from castor.estimate.metatrace import Step, TraceEvent, record_step
 from castor.estimate.model import (
     SHORTEST_SEQUENCE,
     build,
@@ -137,7 +138,9 @@ class Estimator:
         self.num_parameters = sum(param.numel() for param in self._model.parameters())
         """Parameters of the model; tied ones count once, adapters are included."""
         if workload.lora_rank is not None:
-            add_adapters(self._model, workload.lora_rank, four_bit_base=workload.four_bit_base)
+            add_adapters(
+                self._model, workload.lora_rank, workload.lora, four_bit_base=workload.four_bit_base
+            )
             params = self._model.parameters()
             self.num_parameters += sum(param.numel() for param in params if param.requires_grad)
         self._spec = ModelSpec.structure(self._model, gather_embeddings=workload.gather_embeddings)
@@ -150,6 +153,7 @@ class Estimator:
         self._logits = Logits(self._model, self._spec)
         self._simulator = self._lay_out(workload.state_format)
         self._steps: dict[tuple[int, int], Step] = {}
+        self._losses: dict[bool, FusedLoss] = {}
 
     def step(self, batch: int, sequence: int | None = None) -> Step:
         """Returns the step of a batch, recorded on the meta device.
@@ -160,10 +164,12 @@ class Estimator:
         """
         shape = batch, sequence or self.workload.sequence
         if shape not in self._steps:
-            inputs = make_inputs(self._model, batch=batch, sequence=shape[1])
+            masked = self.workload.masked
+            inputs = make_inputs(self._model, batch=batch, sequence=shape[1], masked=masked)
             with quiet():
                 self._steps[shape] = record_step(
-                    self._model, self._spec, inputs, self._simulator, self._blocks
+                    *(self._model, self._spec, inputs, self._simulator, self._blocks),
+                    masked=masked,
                 )
         return self._steps[shape]
 
@@ -234,9 +240,32 @@ class Estimator:
             The simulator's figures, and "nonmodel_bytes", "recomputed_blocks", "offloaded_blocks"
             and "rows_per_tile".
         """
-        rows = step.rows
+        rows, head = step.rows, self._logits.head
+        if self.workload.fused_loss and head is not None:
+            if machine.on_host not in self._losses:
+                self._losses[machine.on_host] = FusedLoss(head, on_host=machine.on_host)
+            loss = self._losses[machine.on_host]
+            for tile in loss.rows_at_once(rows):
+                trace = self._logits.replaced(step.trace, loss.num_bytes(rows, tile))
+                found = self._simulated(step, trace, tile, machine, margin_ratio, least=least)
+                if found["smallest_budget_bytes"] <= machine.device_bytes:
+                    break
+            return found
         tile = self._logits.rows_per_tile(rows, machine.device_bytes)
         trace = self._logits.tiled(step.trace, rows, tile) if tile else step.trace
+        return self._simulated(step, trace, tile, machine, margin_ratio, least=least)
+
+    def _simulated(
+        self,
+        step: Step,
+        trace: list[TraceEvent],
+        tile: int,
+        machine: Machine,
+        margin_ratio: float,
+        *,
+        least: bool,
+    ) -> dict[str, Any]:
+        """Plans and simulates a step whose logits are computed in tiles; see `simulate`."""
         # Times are in `seconds`; those of the events are not read.
         events: Events = [(m.kind, m.position, m.nonmodel_bytes, 0) for m in trace]
         seconds = [seconds_of(event, machine) for event in trace]

@@ -101,8 +101,11 @@ def _bytes_of(tensors: list[torch.Tensor]) -> int:
 class Recorder(TorchDispatchMode):
     """Mode that records the work of each operator, and the storages that it makes."""
 
-    def __init__(self, held: list[torch.Tensor], results: Results) -> None:
+    def __init__(
+        self, held: list[torch.Tensor], results: Results, *, masked: bool = False
+    ) -> None:
         super().__init__()
+        self._masked = masked
         self.trace: list[TraceEvent] = []
         self.live_bytes = 0
         self.events: _C.StepEvents | None = None
@@ -123,7 +126,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return True  # a model asks whether nothing is padded or packed, as is so here
+            return not self._masked  # a model asks whether nothing is padded or packed
         view = is_view(func)  # half of all operators; remembering them saves nothing
         key = None if view else key_of(func, args, kwargs)
         known = self._results.find(key)
@@ -278,6 +281,7 @@ def recording(
     *,
     device: str = "cuda",
     results: Results | None = None,
+    masked: bool = False,
 ) -> Iterator[Recorder]:
     """Records what a meta model computes within the context.
 
@@ -287,8 +291,9 @@ def recording(
         held: Tensors other than parameters that exist throughout.
         device: Type of the device that the model would run on.
         results: Known results of operators, which the recording adds to.
+        masked: Whether a model that asks is told that something is padded or packed.
     """
-    recorder = Recorder([*spec.params], Results() if results is None else results)
+    recorder = Recorder([*spec.params], Results() if results is None else results, masked=masked)
     events = simulator.follow(spec.params, recorder.event)
     recorder.events = events
     for tensor in held:
@@ -384,6 +389,7 @@ def record_step(
     *,
     device: str = "cuda",
     keeps_output: bool = False,
+    masked: bool = False,
 ) -> Step:
     """Records one forward and backward of a meta model.
 
@@ -395,6 +401,7 @@ def record_step(
         blocks: Profiler of the passes through recomputed blocks; None: no block is recomputed.
         device: Type of the device that the model would run on.
         keeps_output: Whether the training loop holds the forward's outputs until backward is over.
+        masked: Whether samples are padded or packed, so that attention gets a mask.
 
     Returns:
         The recorded step.
@@ -403,7 +410,7 @@ def record_step(
         ValueError: See `run`.
     """
     held = (*model.buffers(), *inputs.values())
-    with recording(spec, simulator, held, device=device) as recorder:
+    with recording(spec, simulator, held, device=device, masked=masked) as recorder:
         if blocks:
             blocks.begin(lambda: (len(recorder.trace), recorder.live_bytes))
         output = call(model, inputs)

@@ -208,13 +208,16 @@ def build_by_name(path: Path) -> nn.Module | None:
     return model
 
 
-def make_inputs(model: nn.Module, *, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+def make_inputs(
+    model: nn.Module, *, batch: int, sequence: int, masked: bool = False
+) -> dict[str, torch.Tensor]:
     """Makes inputs with labels, on the meta device.
 
     Args:
         model: The model, from `build`.
         batch: Number of samples.
         sequence: Tokens in a sample; not used for images, whose size the config gives.
+        masked: Whether there is a mask of padded tokens.
 
     Returns:
         Keyword arguments of the model's forward: "input_ids" (batch, sequence) in int64 or
@@ -249,7 +252,8 @@ def make_inputs(model: nn.Module, *, batch: int, sequence: int) -> dict[str, tor
             )
     tokens = torch.empty((batch, sequence), dtype=torch.long, device="meta")
     labels = tokens[:, 0] if per_sample else tokens
-    return {"input_ids": tokens, "labels": labels.clone()}
+    mask = {"attention_mask": torch.empty_like(tokens)} if masked else {}
+    return {"input_ids": tokens, "labels": labels.clone(), **mask}
 
 
 def _positions(config: Any) -> dict[str, int]:

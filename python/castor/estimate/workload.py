@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from castor.config import Precision, StateFormat
@@ -41,10 +42,15 @@ class Workload:
     """Share of the host's updates that the device runs, as in GeminiPlugin; "auto": the share with
     the shortest step."""
     lora_rank: int | None = None
-    """Rank of LoRA adapters on all linear layers, with all other parameters frozen; None: there are
-    no adapters."""
+    """Rank of LoRA adapters, with all other parameters frozen; None: there are no adapters."""
+    lora: Mapping[str, Any] = field(default_factory=lambda: {"target_modules": "all-linear"})
+    """Further arguments of PEFT's LoraConfig, such as the layers that have adapters."""
     four_bit_base: bool = False
-    """Whether the weights of the linear layers under the adapters have 4 bits (QLoRA)."""
+    """Whether the weights of the linear layers but the output embedding have 4 bits (QLoRA)."""
+    masked: bool = False
+    """Whether attention gets a mask, since samples are padded or packed."""
+    fused_loss: bool = False
+    """Whether TRL's loss takes the place of the model's: log-probabilities, without logits."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("sequence", SHORTEST_SEQUENCE), ("max_prefetch", 0)):

@@ -348,10 +348,14 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
         )
     config = GeminiPlugin(**recipe.memory).config
     activations: Any = config.activations
-    pairs = method.name in OF_PAIRS
+    batch = train.batch_size * (2 if method.name in OF_PAIRS else 1)
+    packs = recipe.data.packing
+    # The longest batch that can come: rows are padded to the longest of their batch.
+    longest = prepared.num_tokens if packs else int(prepared.lengths.max())
+    lora = {} if method.lora is None else method.lora.model_dump(exclude={"r"})
     workload = Workload(
-        batch=train.batch_size * (2 if pairs else 1),
-        sequence=length,
+        batch=batch,
+        sequence=max(min(length, longest), 2),
         precision=config.precision,
         state_format=config.optim_state_format
         or ("split" if config.precision == "bf16" else "fp32"),
@@ -360,10 +364,14 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
         max_prefetch=config.max_prefetch,
         gather_embeddings=config.gather_embeddings,
         lora_rank=None if method.lora is None else method.lora.r,
+        lora=lora,
         four_bit_base=method.adapter == "qlora",
+        masked=packs or batch > 1,
+        fused_loss=method.name in ("sft", "dpo"),
     )
     # Speeds decide nothing about memory; the plan says nothing about time.
     on = machine(
+        "cpu" if config.device == "cpu" else None,
         precision=config.precision,
         device_memory=config.device_bytes,
         host_memory=config.host_bytes,
@@ -381,8 +389,6 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
         said.append(f"NVMe: {_gib(found.nvme_bytes)}")
     if not found.fits:
         said += ["the budgets do not hold a step", *found.remedies]
-    if method.lora is not None:
-        said.append("the prediction has adapters on all linear layers")
     if method.name == "dpo" and method.lora is None:
         said.append("the reference model needs its weights besides")
     if method.name == "reward":
