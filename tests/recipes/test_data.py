@@ -1,7 +1,9 @@
 """Data of recipes: formats, sources, and the data sets that a trainer gets."""
 
 import itertools
+import errno
 import json
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from castor.errors import UsageError
 from castor.recipes.data import megatron
 from castor.recipes.data import prepare as preparing
 from castor.recipes.data.formats import (
@@ -115,6 +118,12 @@ def test_rows_of_every_format(row: dict[str, Any], name: str, found: object) -> 
         ({"messages": []}, "messages", "'messages' is empty"),
         ({"messages": [QUESTION]}, "messages", "no turn of the assistant to learn from"),
         (
+            {"messages": [{"role": "user", "content": "q\ud800"}, ANSWER]},
+            "messages",
+            r"turn 1 of 'messages' has the half of a character, '\\ud800', at character 2",
+        ),
+        ({"text": "\udfff"}, "text", "'text' has the half of a character"),
+        (
             {"messages": [QUESTION, {"role": "assistant", "content": " "}]},
             "messages",
             "turn 2 of 'messages' is an empty turn of the assistant",
@@ -185,7 +194,9 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         ("a.json", '[{"text": "a"}]\nx', r"a\.json, line 2: 'x' follows the end of the array"),
         ("a.jsonl", "", "has no rows"),
         ("a.jsonl", '\n{"mesages": 1}', r"a\.jsonl, line 2: the keys \(mesages\)"),
-        ("a.jsonl", "[1]\n[2]", "has no row that is an object with keys"),
+        ("a.jsonl", "[1]\n[2]", r"with keys; .*a\.jsonl, line 1: the row is list, not an object"),
+        ("a.jsonl", "\n\0\1", r"with keys; .*a\.jsonl, line 2: the row is no JSON"),
+        ("a.jsonl", "null", r"with keys; .*a\.jsonl, line 1: the row is null"),
         ("a.doc", "x", r"a\.doc is of no known kind; rows are read from \.jsonl"),
         ("a.parquet", "x", r"a\.parquet cannot be read as parquet"),
     ],
@@ -348,6 +359,28 @@ def test_long_rows_are_cut_left_out_or_refused(tmp_path: Path) -> None:
     assert found.outcomes == {Outcome.KEPT: 1, Outcome.TOO_LONG: 1}
     with pytest.raises(ValueError, match=r"line 2 has \d+ tokens, and data\.max_length is 20"):
         prepare(data.model_copy(update={"truncation": "refuse"}), words, method="sft")
+
+
+def test_a_full_disk_is_named_and_leaves_no_half_of_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(preparing, "ROWS_PER_PART", 100)
+    path = written(tmp_path / "a.jsonl", [{"text": f"row {i}"} for i in range(250)])
+    data = DataSection(train=path, held_out=0, max_length=16, packing=False, loss_on="all")
+    write = datasets.arrow_writer.ArrowWriter.write_table
+    parts = iter(range(3))
+
+    def filling(self: Any, *given: Any, **more: Any) -> None:
+        write(self, *given, **more)
+        if next(parts) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "write_table", filling)
+    with pytest.raises(UsageError, match="has no room for the tokenised rows; make some, or name"):
+        prepare(data, tokenizer(), method="pretrain")
+    left = [one.name for one in (tmp_path / "cache").rglob("*") if one.is_file()]
+    assert left == ["00000.arrow"]
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -132,13 +132,34 @@ def test_a_fault_is_one_sentence_with_file_and_line(
         ("model.path.x=1", "--set model.path.x=1: path holds no settings"),
         ("data.chat_template=t.jinja", "data.chat_template: there is no file t.jinja"),
         ("model.random_weights=true", "which only method.name: pretrain"),
+        ("train.evaluate_every=5", "data.held_out: 0 leaves no rows to evaluate on"),
+        ("train.warmup=10", "train.warmup is 10 steps, and train.max_steps is 3"),
         ("method.name=dpo", "recipe.yaml, line 12: data.packing is for sft and pretrain"),
     ],
 )
 def test_a_fault_of_an_option_names_the_option(here: Path, given: str, said: str) -> None:
+    more = {"train.evaluate_every=5": "data.held_out=0", "train.warmup=10": "train.max_steps=3"}
     with pytest.raises(RecipeError) as caught:
-        load(written(here), [given])
+        load(written(here), [given, *filter(None, [more.get(given)])])
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: &x [*x]\n", "a setting holds itself, by an alias"),
+        ("model: \0\n", "is no YAML: unacceptable character #x0000: special characters"),
+        (
+            "future: 1\nversions: {castor-torch: 9.9.9}\n",
+            "line 1: a recipe has no setting 'future'.*castor 9.9.9 wrote the recipe, and ",
+        ),
+    ],
+)
+def test_a_document_that_is_no_recipe_is_one_sentence(here: Path, text: str, said: str) -> None:
+    (here / "strange.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=said) as caught:
+        load("strange.yaml")
+    assert "\n" not in str(caught.value)
 
 
 def test_options_replace_what_the_file_says(here: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from castor.errors import UsageError
+from castor.errors import Error, UsageError
 from castor.recipes import train
 from castor.recipes.recipe import Recipe, dump, load
 from grids import some
@@ -327,6 +327,34 @@ def test_a_model_that_does_not_suit_is_refused(
     model = changed_model(place, tmp_path, **changes)
     with pytest.raises(UsageError, match=said):
         train.start(recipe_file(place, "refused"), [f"model.path={model}"], dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "given", "said"),
+    [
+        ("config.json", "[]", "", r"config\.json holds a list and no settings by name"),
+        ("config.json", '{"a":', "", r"config\.json is no JSON: .* line 1 column 6"),
+        ("model.safetensors", "x", "", r"model\.safetensors is no safetensors file, or was cut"),
+        ("model.safetensors", None, "", "holds no weights; give the folder of a whole model"),
+        ("tokenizer.json", "{", "", "has no tokenizer that transformers can read"),
+        ("t.jinja", "a\n{% for x in %}", "data.chat_template={model}/t.jinja",
+         r"t\.jinja, line 2: the chat template is no Jinja: Expected an expression"),
+        ("x", "", "output.dir={model}/x/y", "output.dir is .*/x/y, and .*/x is no folder that"),
+        ("x", "", "method.lora.target_modules=[all_linear]", "PEFT refuses that for .* not found"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_is_named_before_anything_trains(
+    place: Path, tmp_path: Path, file: str, content: str | None, given: str, said: str
+) -> None:
+    model = changed_model(place, tmp_path)
+    (model / file).unlink(missing_ok=True)
+    if content is not None:
+        (model / file).write_text(content)
+    recipe = recipe_file(place, "refused", adapter="lora" if "lora" in given else "full")
+    sets = [f"model.path={model}", *filter(None, [given.format(model=model)])]
+    with pytest.raises(Error, match=said):
+        train.start(recipe, sets, dry_run=True)
+    assert not (place / "refused").exists()
 
 
 def test_an_adapter_is_refused_as_the_model(place: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -28,6 +29,7 @@ OF_PAIRS = ("dpo", "reward")
 LEARNING_RATES: dict[Method, float] = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-4, "pretrain": 3e-4}
 """Default learning rates of all weights; adapters get ten times as much."""
 
+_OWN_NAME = "castor-torch"
 _AboveZero = Annotated[int, Field(ge=1)]
 _Share = Annotated[float, Field(ge=0)]
 
@@ -262,6 +264,17 @@ class Recipe(_Section):
                 "model.random_weights begins with an untrained model, which only method.name: "
                 "pretrain with adapter: full trains"
             )
+        train = self.train
+        if train.evaluate_every is not None and data.held_out == 0:
+            raise ValueError(
+                f"train.evaluate_every is {train.evaluate_every}, and data.held_out: 0 leaves no "
+                "rows to evaluate on; give some, or leave train.evaluate_every out"
+            )
+        if train.max_steps is not None and 1 <= train.max_steps < train.warmup:
+            raise ValueError(
+                f"train.warmup is {train.warmup:g} steps, and train.max_steps is "
+                f"{train.max_steps}: the learning rate would not reach its peak; give fewer"
+            )
         if method.name in OF_PAIRS:
             if "packing" in data.model_fields_set and data.packing:
                 raise ValueError(f"data.packing is for sft and pretrain, not for {method.name}")
@@ -403,8 +416,10 @@ class _Tree:
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = f", line {mark.line + 1}" if mark else ""
-            what = getattr(error, "problem", None) or error
+            what = " ".join(str(getattr(error, "problem", None) or error).split())
             raise RecipeError(f"{name}{where} is no YAML: {what}") from None
+        except RecursionError:
+            raise RecipeError(f"{name}: a setting holds itself, by an alias of YAML") from None
         if not isinstance(values, dict):
             raise RecipeError(
                 f"{name} holds no settings; `castor init sft --model DIR --data FILE` writes a "
@@ -456,6 +471,7 @@ class _Tree:
             return RecipeError(
                 f"{self.place(keys)}: {where} no setting {name!r}"
                 f"{did_you_mean(name, known) or '; there are ' + ', '.join(known)}"
+                f"{self._made_by_another()}"
             )
         name = ".".join(keys)
         if fault["type"] == "missing":
@@ -485,6 +501,14 @@ class _Tree:
         while found not in self._places:
             found = found[:-1]
         return self._places[found]
+
+    def _made_by_another(self) -> str:
+        """Says that another castor wrote the document, where it did."""
+        versions = self.values.get("versions")
+        made = versions.get(_OWN_NAME) if isinstance(versions, dict) else None
+        if made in (None, version(_OWN_NAME)):
+            return ""
+        return f" (castor {made} wrote the recipe, and {version(_OWN_NAME)} is installed)"
 
     def _known(self, loc: Sequence[str | int]) -> tuple[str, ...]:
         """Returns the part of pydantic's place that the document has, without names of types."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import shutil
 import signal
 import sys
@@ -93,6 +94,7 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     _compare_versions(path, recipe, console)
     run = Path(recipe.output.dir)
     recipe, chosen = with_budgets(recipe, run)
+    _check_place(run)
     if not dry_run:
         _check_run(run, recipe)
         if (run / _STATE).is_file():
@@ -190,6 +192,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
         ) from error
     if recipe.data.chat_template is not None:
         tokenizer.chat_template = Path(recipe.data.chat_template).read_text(encoding="utf-8")
+    _check_template(tokenizer, recipe.data.chat_template or f"the chat template of {name}")
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise UsageError(
@@ -197,7 +200,13 @@ def load_tokenizer(recipe: Recipe) -> Any:
                 "them in its tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token
-    config = AutoConfig.from_pretrained(recipe.model.path).get_text_config()
+    try:
+        config = AutoConfig.from_pretrained(recipe.model.path).get_text_config()
+    except ValueError as error:
+        raise UsageError(
+            f"transformers {version('transformers')} has no model of the config of "
+            f"{recipe.model.path}: {str(error).split('. ')[0]}"
+        ) from error
     if len(tokenizer) > config.vocab_size:
         raise UsageError(
             f"the tokenizer of {name} has {len(tokenizer):,} tokens, and the model "
@@ -205,6 +214,20 @@ def load_tokenizer(recipe: Recipe) -> Any:
             "the model"
         )
     return tokenizer
+
+
+def _check_template(tokenizer: Any, name: str) -> None:
+    """Raises UsageError for a chat template that is no Jinja, with its line."""
+    import jinja2
+    from transformers.utils import chat_template_utils
+
+    if isinstance(tokenizer.chat_template, str):
+        try:
+            chat_template_utils._compile_jinja_template(tokenizer.chat_template)
+        except jinja2.TemplateSyntaxError as error:
+            raise UsageError(
+                f"{name}, line {error.lineno}: the chat template is no Jinja: {error.message}"
+            ) from error
 
 
 def _check_model(recipe: Recipe) -> None:
@@ -215,7 +238,9 @@ def _check_model(recipe: Recipe) -> None:
             f"{path} holds an adapter, and a recipe begins with a whole model: merge the adapter, "
             "or give its base"
         )
-    config = json.loads(find_config(path).read_text(encoding="utf-8"))
+    from castor.recipes.models import read_json
+
+    config = read_json(find_config(path))
     names = config.get("architectures") or []
     if recipe.method.name != "reward" and not any(
         name.endswith(_CAUSAL) for name in map(str, names)
@@ -230,6 +255,54 @@ def _check_model(recipe: Recipe) -> None:
             f"{path} is quantised already; give the model in 16 or 32 bits, which adapter: qlora "
             "quantises itself"
         )
+    if Path(path).is_dir() and not recipe.model.random_weights:
+        _check_weights(Path(path))
+    if recipe.method.lora is not None:
+        _check_adapters(recipe)
+
+
+def _check_weights(folder: Path) -> None:
+    """Checks that a folder has weights, and that files of safetensors are whole.
+
+    Raises:
+        UsageError: There are none.
+        CheckpointError: A file is cut off or damaged.
+    """
+    from castor.checkpoint.container import read_header
+
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    if not files:
+        raise UsageError(
+            f"{folder} holds no weights; give the folder of a whole model, or model.random_weights "
+            "to pretrain from nothing"
+        )
+    for file in files:
+        if file.suffix == ".safetensors":
+            read_header(file)
+
+
+def _check_adapters(recipe: Recipe) -> None:
+    """Checks that the model has the layers that adapters are for.
+
+    Raises:
+        UsageError: It has not, or PEFT refuses the arguments of its LoraConfig.
+    """
+    import torch
+
+    from castor.estimate.adapters import add_adapters
+    from castor.estimate.model import build
+
+    assert recipe.method.lora is not None
+    options = recipe.method.lora.model_dump()
+    model = build(find_config(recipe.model.path), dtype=torch.bfloat16)
+    try:
+        add_adapters(model, options.pop("r"), options, four_bit_base=False)
+    except ValueError as error:
+        raise UsageError(
+            f"method.lora.target_modules is {recipe.method.lora.target_modules!r}, and PEFT "
+            f"refuses that for {recipe.model.path}: {str(error).split('. ')[0].rstrip('.')}; "
+            "all-linear takes all linear layers"
+        ) from error
 
 
 def _compare_versions(path: Path, recipe: Recipe, console: Console) -> None:
@@ -252,6 +325,15 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _check_place(run: Path) -> None:
+    """Raises UsageError if no run can be written to a folder."""
+    there = next(one for one in (run, *run.parents) if one.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise UsageError(
+            f"output.dir is {run}, and {there} is no folder that can be written; give another one"
+        )
 
 
 def _check_run(run: Path, recipe: Recipe) -> None:

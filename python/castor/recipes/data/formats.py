@@ -68,7 +68,19 @@ def _text_of(row: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         found = "is lacking" if value is None else f"is {type(value).__name__}, not text"
         raise BrokenRowError(f"{key!r} {found}{_keys_of(row) if value is None else ''}")
-    return value
+    return _encodable(value, repr(key))
+
+
+def _encodable(text: str, where: str) -> str:
+    """Checks that a text is Unicode: JSON can escape halves of a surrogate pair alone."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BrokenRowError(
+            f"{where} has the half of a character, {text[error.start]!r}, at character "
+            f"{error.start + 1}"
+        ) from None
+    return text
 
 
 def _keys_of(row: Mapping[str, Any]) -> str:
@@ -78,7 +90,7 @@ def _keys_of(row: Mapping[str, Any]) -> str:
 def _content(value: Any, where: str) -> str:
     """Returns a turn's text; a list of text parts, as OpenAI's format has, is joined."""
     if isinstance(value, str):
-        return value
+        return _encodable(value, where)
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         other = next((part.get("type") for part in value if part.get("type") != "text"), None)
         if other is None:

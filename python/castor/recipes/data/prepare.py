@@ -8,8 +8,10 @@ stopped goes on at the first part that is not there.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from castor.errors import UsageError
 from castor.recipes.data import IGNORED
 from castor.recipes.data.formats import BrokenRowError, Message, Preference, Text, parse
 from castor.recipes.data.sources import Source, load
@@ -33,7 +36,7 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 
 ROWS_PER_PART = 20_000
 _ROWS_PER_BATCH = 1000
-_LAYOUT = 2
+_LAYOUT = 3
 """Version of the cached files; another one when their content changes for the same settings."""
 _PACKED_TOKENS = 1 << 20
 """Tokens that are packed at once, in memory."""
@@ -108,8 +111,27 @@ def prepare(data: DataSection, tokenizer: Any, *, method: str) -> Prepared:
         FileNotFoundError: A path is not there.
         ValueError: Rows do not fit the method, a row is broken or too long and is to be refused,
             the tokenizer lacks a template or an end token, or no row is left to train on.
+        UsageError: The cache has no room; parts that are complete stay, and go on later.
     """
     work = _Work(data, tokenizer, method)
+    began = time.time()
+    try:
+        return _prepared(work, data)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # datasets leaves the part that it was writing.
+        for path in work.cache.rglob("tmp*"):
+            if path.is_file() and path.stat().st_mtime >= began:
+                path.unlink(missing_ok=True)
+        raise UsageError(
+            f"{work.cache} has no room for the tokenised rows; make some, or name another folder "
+            "with HF_DATASETS_CACHE"
+        ) from error
+
+
+def _prepared(work: _Work, data: DataSection) -> Prepared:
+    """Prepares the rows of a recipe; see `prepare`."""
     given = [DataSource(path=data.train)] if isinstance(data.train, str) else data.train
     sources, weights = list[_Tokenised](), list[float]()
     for one in given:
@@ -387,7 +409,7 @@ class _Work:
     def _refuse_broken(self, place: str, error: BrokenRowError) -> None:
         if self._data.broken_rows == "refuse":
             raise ValueError(
-                f"{place}: {error}. Correct the row, or leave out such rows: broken_rows: skip"
+                f"{place}: {str(error).rstrip('.')}. Correct the row, or leave out such rows: broken_rows: skip"
             ) from error
 
     def _are_texts(self, source: Source) -> bool:

@@ -254,7 +254,8 @@ def _of_places(
 
 def _json_row(row: bytes) -> Any:
     try:
-        return json.loads(row)
+        found = json.loads(row)
+        return BrokenRowError("the row is null, not an object with keys") if found is None else found
     except json.JSONDecodeError as error:
         line = f" of its line {error.lineno}" if error.lineno > 1 else ""
         return BrokenRowError(f"the row is no JSON: {error.msg} at character {error.colno}{line}")
@@ -324,13 +325,17 @@ def _with_format(source: Source, wanted: str) -> Source:
 
 def _detected(source: Source) -> str:
     """Returns the format of the first row that is an object; "auto" where there are no rows."""
+    first = ""
     for begin in range(0, len(source.rows), 100):
         for place, row in source.read(source.rows[begin : begin + 100], begin):
+            if row is not None and not isinstance(row, dict) and not first:
+                kind = f"the row is {type(row).__name__}, not an object with keys"
+                first = f"; {place}: {row if isinstance(row, BrokenRowError) else kind}"
             if isinstance(row, dict):
                 try:
                     return detect(list(row))
                 except BrokenRowError as error:
                     raise ValueError(f"{place}: {error}") from None
     if len(source.rows):
-        raise ValueError(f"{source.name} has no row that is an object with keys")
+        raise ValueError(f"{source.name} has no row that is an object with keys{first}")
     return "auto"
