@@ -1,7 +1,7 @@
 """Data of recipes: formats, sources, and the data sets that a trainer gets."""
 
-import itertools
 import errno
+import itertools
 import json
 import os
 import random

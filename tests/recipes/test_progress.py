@@ -232,7 +232,7 @@ def test_a_logger_that_is_not_installed_is_named_before_anything_is_loaded(
     )
     file = tmp_path / "logs.yaml"
     file.write_text(dump(recipe_that_logs(place, tmp_path / "run", name)))
-    said = f"log.to names {name}, which is not installed: pip install {name}, or leave it out"
+    said = f"log.to: {name} needs {name}: pip install {name}, or leave it out"
     with pytest.raises(ModuleNotFoundError, match=re.escape(said)):
         train.start(file, [], dry_run=True)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -93,6 +93,18 @@ class RecomputedBlocks:
         """Opens the profile of a block's pass, as in Decisions."""
         assert self._profile is not None
         return self._profile.open(block)
+
+
+class TiledLoss(Protocol):
+    """A loss that computes logits in tiles of its own, in place of the model's loss."""
+
+    def rows_at_once(self, rows: int) -> Iterator[int]:
+        """Yields numbers of rows of a tile, which are tried until a step fits; at least one."""
+        ...
+
+    def num_bytes(self, rows: int, at_once: int) -> int:
+        """Returns the peak bytes beside hidden states and parameters, gradients included."""
+        ...
 
 
 class Logits:

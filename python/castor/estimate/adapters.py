@@ -30,8 +30,8 @@ def add_adapters(
         model: The model, on the meta device.
         rank: Rank of the adapters.
         more: Further arguments of PEFT's LoraConfig.
-        four_bit_base: Whether the weights of all linear layers but the output embedding have 4 bits,
-            as bitsandbytes makes them.
+        four_bit_base: Whether linear layers but the output embedding have weights of 4 bits, as
+            bitsandbytes makes them.
 
     Raises:
         ModuleNotFoundError: peft is not installed.
@@ -55,13 +55,14 @@ def add_adapters(
         adapters = {part for one in adapted for part in one.modules()} - {
             one.base_layer for one in adapted
         }
-        for layer in list(model.modules()):
+        layers: list[Any] = list(model.modules())
+        for layer in layers:
             if layer is head or layer in adapters:
                 continue
             if isinstance(layer, nn.Linear):
                 _pack(layer, layer.weight.shape)
             elif type(layer).__name__ == "Conv1D":  # its weight is (in, out)
-                _pack(layer, layer.weight.T.shape)  # type: ignore[operator]
+                _pack(layer, layer.weight.T.shape)
 
 
 def _pack(layer: Any, shape: torch.Size) -> None:

@@ -18,10 +18,9 @@ from castor.activations.choices import Choice, Decisions, search
 from castor.config import StateFormat
 from castor.config.names import SCALAR_TYPES
 from castor.config.settings import first_update_fraction
-from castor.estimate.activations import Logits, RecomputedBlocks
+from castor.estimate.activations import Logits, RecomputedBlocks, TiledLoss
 from castor.estimate.adapters import add_adapters
 from castor.estimate.machine import Machine
-from castor.estimate.fused_loss import FusedLoss
 from castor.estimate.metatrace import Step, TraceEvent, record_step
 from castor.estimate.model import (
     SHORTEST_SEQUENCE,
@@ -119,12 +118,20 @@ class Estimator:
     A step is recorded once for each batch and sequence length; every machine uses the same record.
     """
 
-    def __init__(self, config: Path, workload: Workload) -> None:
+    def __init__(
+        self,
+        config: Path,
+        workload: Workload,
+        *,
+        loss: Callable[[nn.Linear, bool], TiledLoss] | None = None,
+    ) -> None:
         """Builds the model.
 
         Args:
             config: Path of a Hugging Face model's config.json.
             workload: The step to estimate.
+            loss: Makes the loss that takes the place of the model's own. Its arguments are the
+                output embedding, and whether the device is the CPU device. None: the model's own.
 
         Raises:
             OSError: The config cannot be read.
@@ -153,7 +160,7 @@ class Estimator:
         self._logits = Logits(self._model, self._spec)
         self._simulator = self._lay_out(workload.state_format)
         self._steps: dict[tuple[int, int], Step] = {}
-        self._losses: dict[bool, FusedLoss] = {}
+        self._loss = None if loss is None else functools.cache(loss)
 
     def step(self, batch: int, sequence: int | None = None) -> Step:
         """Returns the step of a batch, recorded on the meta device.
@@ -241,10 +248,8 @@ class Estimator:
             and "rows_per_tile".
         """
         rows, head = step.rows, self._logits.head
-        if self.workload.fused_loss and head is not None:
-            if machine.on_host not in self._losses:
-                self._losses[machine.on_host] = FusedLoss(head, on_host=machine.on_host)
-            loss = self._losses[machine.on_host]
+        if self._loss is not None and head is not None:
+            loss = self._loss(head, machine.on_host)
             for tile in loss.rows_at_once(rows):
                 trace = self._logits.replaced(step.trace, loss.num_bytes(rows, tile))
                 found = self._simulated(step, trace, tile, machine, margin_ratio, least=least)

@@ -101,9 +101,7 @@ def _bytes_of(tensors: list[torch.Tensor]) -> int:
 class Recorder(TorchDispatchMode):
     """Mode that records the work of each operator, and the storages that it makes."""
 
-    def __init__(
-        self, held: list[torch.Tensor], results: Results, *, masked: bool = False
-    ) -> None:
+    def __init__(self, held: list[torch.Tensor], results: Results, *, masked: bool = False) -> None:
         super().__init__()
         self._masked = masked
         self.trace: list[TraceEvent] = []

@@ -49,8 +49,6 @@ class Workload:
     """Whether the weights of the linear layers but the output embedding have 4 bits (QLoRA)."""
     masked: bool = False
     """Whether attention gets a mask, since samples are padded or packed."""
-    fused_loss: bool = False
-    """Whether TRL's loss takes the place of the model's: log-probabilities, without logits."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("sequence", SHORTEST_SEQUENCE), ("max_prefetch", 0)):

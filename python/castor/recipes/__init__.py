@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 
 
-def require(command: str, *libraries: str) -> None:
-    """Checks that the libraries of a command are installed, without importing them.
+def require(what: str, *libraries: str, remedy: str = "'castor-torch[recipes]'") -> None:
+    """Checks that libraries are installed, without importing them.
 
     Args:
-        command: The command, such as "castor train".
+        what: The command or setting that needs them, such as "castor train".
         libraries: Names that it imports.
+        remedy: Argument of `pip install`, and what else to do.
 
     Raises:
         ModuleNotFoundError: Some are lacking.
@@ -18,6 +19,5 @@ def require(command: str, *libraries: str) -> None:
     lacking = [name for name in libraries if importlib.util.find_spec(name) is None]
     if lacking:
         raise ModuleNotFoundError(
-            f"{command} needs {' and '.join(lacking)}: pip install 'castor-torch[recipes]'",
-            name=lacking[0],
+            f"{what} needs {' and '.join(lacking)}: pip install {remedy}", name=lacking[0]
         )

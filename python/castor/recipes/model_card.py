@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from castor.checkpoint.adapters import CONFIG
 from castor.errors import UsageError
 from castor.recipes.models import read_json
-from castor.recipes.runs import RECIPE
+from castor.recipes.runs import RECIPE, versions
 
 _LIBRARIES = ("castor-torch", "torch", "transformers")
 _IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)$")
@@ -129,11 +128,8 @@ def _body(
         text = yaml.safe_dump(_without_folders(recipe), sort_keys=False, allow_unicode=True)
         yield f"## Recipe\n\nPaths are without their folders.\n\n```yaml\n{text}```\n"
     yield "## Versions\n\n| library | version |\n|---|---|"
-    for name in (*_LIBRARIES, *_more(card)):
-        try:
-            yield f"| {name} | {version(name)} |"
-        except PackageNotFoundError:
-            continue
+    for name, number in versions((*_LIBRARIES, *_more(card))).items():
+        yield f"| {name} | {number} |"
     yield ""
 
 

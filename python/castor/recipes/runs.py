@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 RECIPE = "recipe.yaml"
@@ -10,6 +13,15 @@ LOG = "log.jsonl"
 """File of a run's folder: an entry of JSON for each step that was logged."""
 EVALUATIONS = "evaluations"
 """Folder in a run's folder: results of lm-eval's tasks."""
+
+
+def versions(libraries: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of those libraries that are installed."""
+    found = {}
+    for name in libraries:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -6,7 +6,6 @@ What imports gradio is imported within functions: `castor --help` imports this f
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import secrets
 from pathlib import Path
@@ -37,11 +36,7 @@ def studio(
     from castor.config import parse_bytes
 
     upload_bytes = parse_bytes(max_upload, "--max-upload")
-    for library in ("gradio", "openai"):
-        if importlib.util.find_spec(library) is None:
-            raise ModuleNotFoundError(
-                f"castor studio needs {library}: pip install 'castor-torch[studio]'", name=library
-            )
+    require("castor studio", "gradio", "openai", remedy="'castor-torch[studio]'")
     require("castor studio", "fastapi", "uvicorn", "yaml", "pydantic", "trl", "datasets")
     with contextlib.closing(listening("127.0.0.1", port)) as listener:
         import uvicorn

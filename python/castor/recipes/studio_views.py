@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,21 +64,13 @@ def as_html(text: str, command: str = "", *, at_end: bool = False) -> str:
     return f'<div class="{kind}" tabindex="0"><pre>{"".join(parts)}</pre></div>'
 
 
-def figures(document: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yields (path, value) of every number in a JSON document."""
-    if isinstance(document, dict):
-        for key, value in document.items():
-            yield from figures(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(document, int | float) and not isinstance(document, bool):
-        yield name, document
-
-
 def evaluations(folder: Path) -> pd.DataFrame:
     """Returns a row for each figure of the JSON files in a folder, and a column for each file."""
     columns = {}
     for file in sorted(folder.glob("*.json")):
         document = json.loads(file.read_text(encoding="utf-8"))
-        columns[file.stem] = dict(figures(document.get("results", document)))
+        figures = pd.json_normalize(document.get("results", document)).select_dtypes("number")
+        columns[file.stem] = dict(zip(figures.columns, *figures.to_numpy(object), strict=True))
     return pd.DataFrame(columns).rename_axis("figure").reset_index()
 
 

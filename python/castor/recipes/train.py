@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -11,7 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from castor.recipes import require
 from castor.recipes.budgets import with_budgets
 from castor.recipes.data import IGNORED
 from castor.recipes.recipe import OF_PAIRS, Recipe, dump, load
-from castor.recipes.runs import EVALUATIONS, LOG, RECIPE, checkpoints
+from castor.recipes.runs import EVALUATIONS, LOG, RECIPE, checkpoints, versions
 
 if TYPE_CHECKING:
     from castor.recipes.data.prepare import Prepared
@@ -84,10 +83,10 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     """
     recipe = load(path, overrides)
     if recipe.method.adapter == "qlora":
-        needs = "method.adapter: qlora quantises the model with bitsandbytes"
-        _require_library(needs, "bitsandbytes", "give adapter: lora")
+        instead = "bitsandbytes, or give adapter: lora"
+        require("method.adapter: qlora", "bitsandbytes", remedy=instead)
     for name in recipe.log.to:
-        _require_library(f"log.to names {name}", name, "leave it out")
+        require(f"log.to: {name}", name, remedy=f"{name}, or leave it out")
     questions = None if recipe.evaluate is None else _checked_questions(recipe)
     _check_model(recipe)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -155,23 +154,6 @@ def _checked_questions(recipe: Recipe) -> Questions:
     )
     evaluation.load_tasks(questions, {"pretrained": recipe.output.dir})
     return questions
-
-
-def _require_library(what: str, name: str, instead: str) -> None:
-    """Checks that a library is installed that a setting needs.
-
-    Args:
-        what: The setting, and that it needs the library.
-        name: The library.
-        instead: A setting that needs none.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
-    """
-    if importlib.util.find_spec(name) is None:
-        raise ModuleNotFoundError(
-            f"{what}, which is not installed: pip install {name}, or {instead}", name=name
-        )
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -306,7 +288,7 @@ def _check_adapters(recipe: Recipe) -> None:
 
 
 def _compare_versions(path: Path, recipe: Recipe, console: Console) -> None:
-    installed = versions()
+    installed = versions(_LIBRARIES)
     for name, made_with in recipe.versions.items():
         now = installed.get(name, "none")
         if now != made_with:
@@ -314,17 +296,6 @@ def _compare_versions(path: Path, recipe: Recipe, console: Console) -> None:
                 f"[yellow]castor train: warning:[/yellow] {escape(str(path))} was made with {name} "
                 f"{made_with}, and {now} is installed; losses may differ in their last digits"
             )
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of the libraries that losses depend on."""
-    found = {}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _check_place(run: Path) -> None:
@@ -376,7 +347,7 @@ def _write_recipe(run: Path, recipe: Recipe) -> None:
     from castor.checkpoint.files import write_file
 
     run.mkdir(parents=True, exist_ok=True)
-    made = recipe.model_copy(update={"versions": versions()})
+    made = recipe.model_copy(update={"versions": versions(_LIBRARIES)})
     write_file(run / RECIPE, [dump(made).encode()])
 
 
@@ -449,7 +420,6 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
         lora=lora,
         four_bit_base=method.adapter == "qlora",
         masked=packs or batch > 1,
-        fused_loss=method.name in ("sft", "dpo"),
     )
     # Speeds decide nothing about memory; the plan says nothing about time.
     on = machine(
@@ -462,7 +432,12 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
         flops="70T",
         nvme="3GB/s" if config.nvme_paths else None,
     )
-    found = Estimator(model, workload).estimate(on)
+    loss = None
+    if method.name in ("sft", "dpo"):
+        from castor.recipes.fused_loss import FusedLoss
+
+        loss = FusedLoss
+    found = Estimator(model, workload, loss=loss).estimate(on)
     said = [
         f"device: {_gib(found.device_bytes)} of a budget of {_gib(config.device_bytes)}",
         f"host: {_gib(found.host_bytes)} of a budget of {_gib(config.host_bytes)}",

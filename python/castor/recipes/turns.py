@@ -6,10 +6,10 @@ that a client gets no more for naming more of them.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -57,7 +57,9 @@ class Turns(Generic[Work]):
     def __init__(self, compute: Callable[[Turn[Work]], None], *, max_waiting: int) -> None:
         self._compute, self._max_waiting = compute, max_waiting
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[str, OrderedDict[str, deque[Turn[Work]]]] = OrderedDict()
+        self._waiting = list[Turn[Work]]()  # in the order in which they came
+        self._places: dict[tuple[str, ...], int] = {}
+        self._numbers = itertools.count()
         self._current: Turn[Work] | None = None
         self._closed = False
         self._mean_seconds = 1.0
@@ -71,43 +73,42 @@ class Turns(Generic[Work]):
             QueueFullError: There is no place.
         """
         with self._changed:
-            waiting = self._count()
+            waiting = len(self._waiting)
             free = self._max_waiting + (self._current is None)  # one that is taken at once
             if self._closed or waiting >= free:
                 expected = math.ceil(self._mean_seconds * max(1, waiting))
                 raise QueueFullError(waiting, max(1, expected))
-            users = self._waiting.setdefault(turn.client, OrderedDict())
-            users.setdefault(turn.user, deque()).append(turn)
+            for name in self._names(turn):
+                self._places.setdefault(name, next(self._numbers))
+            self._waiting.append(turn)
             self._changed.notify_all()
 
     def leave(self, turn: Turn[Work]) -> None:
         """Gives a request up: out of the queue, or out of its computing at the next token."""
         turn.gone.set()
         with self._changed:
-            users = self._waiting.get(turn.client, OrderedDict())
-            own = users.get(turn.user, deque())
-            if turn in own:
-                own.remove(turn)
-                if not own:
-                    del users[turn.user]
-                if not users:
-                    del self._waiting[turn.client]
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+                self._forget()
 
     def close(self) -> None:
         """Gives all requests up and waits until the thread has ended."""
         with self._changed:
             self._closed = True
-            for users in self._waiting.values():
-                for own in users.values():
-                    for turn in own:
-                        turn.gone.set()
-            if self._current is not None:
-                self._current.gone.set()
+            for turn in (*self._waiting, *filter(None, [self._current])):
+                turn.gone.set()
             self._changed.notify_all()
         self._thread.join()
 
-    def _count(self) -> int:
-        return sum(len(own) for users in self._waiting.values() for own in users.values())
+    @staticmethod
+    def _names(turn: Turn[Work]) -> tuple[tuple[str, ...], ...]:
+        """Returns those whose turn a request waits for: its client, and the client's user."""
+        return (turn.client,), (turn.client, turn.user)
+
+    def _forget(self) -> None:
+        """Drops the places of those who have no request left."""
+        waiting = {name for turn in self._waiting for name in self._names(turn)}
+        self._places = {name: at for name, at in self._places.items() if name in waiting}
 
     def _run(self) -> None:
         while True:
@@ -117,13 +118,14 @@ class Turns(Generic[Work]):
                     self._changed.wait()
                 if not self._waiting:
                     return
-                client, users = self._waiting.popitem(last=False)
-                user, own = users.popitem(last=False)
-                turn = self._current = own.popleft()
-                if own:
-                    users[user] = own  # behind all others
-                if users:
-                    self._waiting[client] = users
+                turn = min(
+                    self._waiting, key=lambda one: [self._places[n] for n in self._names(one)]
+                )
+                self._current = turn
+                self._waiting.remove(turn)
+                for name in self._names(turn):  # behind all others
+                    self._places[name] = next(self._numbers)
+                self._forget()
             begin = time.monotonic()
             self._compute(turn)
             self._mean_seconds += (time.monotonic() - begin - self._mean_seconds) / 8

@@ -409,7 +409,8 @@ class _Work:
     def _refuse_broken(self, place: str, error: BrokenRowError) -> None:
         if self._data.broken_rows == "refuse":
             raise ValueError(
-                f"{place}: {str(error).rstrip('.')}. Correct the row, or leave out such rows: broken_rows: skip"
+                f"{place}: {str(error).rstrip('.')}. Correct the row, or leave out such rows: "
+                "broken_rows: skip"
             ) from error
 
     def _are_texts(self, source: Source) -> bool:

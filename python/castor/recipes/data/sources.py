@@ -255,12 +255,12 @@ def _of_places(
 def _json_row(row: bytes) -> Any:
     try:
         found = json.loads(row)
-        return BrokenRowError("the row is null, not an object with keys") if found is None else found
     except json.JSONDecodeError as error:
         line = f" of its line {error.lineno}" if error.lineno > 1 else ""
         return BrokenRowError(f"the row is no JSON: {error.msg} at character {error.colno}{line}")
     except (UnicodeDecodeError, RecursionError) as error:
         return BrokenRowError(f"the row is no JSON: {error}")
+    return BrokenRowError("the row is null, not an object with keys") if found is None else found
 
 
 def _text_line(line: bytes) -> Any:

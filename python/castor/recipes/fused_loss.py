@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from trl.kernels import chunked_logprob
+from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
 from castor.estimate.metatrace import Recorder
 from castor.estimate.operators import Results
@@ -16,24 +17,19 @@ from castor.estimate.operators import Results
 _TILES = ("_forward_tile", "_backward_tile")
 """TRL's functions that work on a tile of logits. On a GPU kernels take their place, in the tile."""
 
+
 class FusedLoss:
     """TRL's ChunkedLogProbFunction over a model's output embedding, on the meta device."""
 
-    def __init__(self, head: nn.Linear, *, on_host: bool) -> None:
+    def __init__(self, head: nn.Linear, on_host: bool) -> None:
         """Takes the head.
 
         Args:
             head: The output embedding.
             on_host: Whether the device is the CPU device, where TRL has no kernels.
-
-        Raises:
-            ModuleNotFoundError: TRL is not installed.
         """
-        self._trl: Any = importlib.import_module("trl.kernels.chunked_logprob")
+        self._trl: Any = chunked_logprob
         self._head, self._on_host = head, on_host
-        self._most_columns: int = importlib.import_module(
-            "trl.trainer.utils"
-        )._CHUNKED_LOGPROB_CHUNK_SIZE
         self._known: dict[int, int] = {}
 
     def rows_at_once(self, rows: int) -> Iterator[int]:
@@ -62,13 +58,14 @@ class FusedLoss:
         hidden = weight.new_empty((rows, self._head.in_features)).requires_grad_()
         targets = torch.empty((rows,), dtype=torch.long, device="meta")
         held = [hidden, weight, targets]
-        bias = self._head.bias
+        bias: torch.Tensor | None = self._head.bias
         recorder = Recorder(held if bias is None else [*held, bias], Results())
         with self._kernels(), recorder:
             recorder.event(0, 0)
+            columns = min(_CHUNKED_LOGPROB_CHUNK_SIZE, weight.shape[0])
             found = self._trl.ChunkedLogProbFunction.apply(
-                hidden, weight, bias, targets, 1.0, min(self._most_columns, weight.shape[0]), None,
-                1.0, ("entropy", "is_top1"),
+                hidden, weight, bias, targets, 1.0, columns, None, 1.0,
+                ("entropy", "is_top1"),
             )  # fmt: skip
             (-found[0].sum()).backward()
         weight.grad = None
