@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,28 +36,6 @@ _CONTINUED = ("model", "data", "method", "train", "memory", "parallel")
 _ADAPTER_FILE = "adapter_config.json"
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of models that generate text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The work of a recipe, counted before anything trains."""
-
-    rows: int
-    """Number of sequences, or of pairs of answers, in an epoch."""
-    held_out_rows: int
-    """Number of rows to evaluate on."""
-    tokens: int
-    """Number of tokens in an epoch; 0 for pairs, which the Trainer tokenises."""
-    steps: int
-    """Number of optimizer steps."""
-    parameters: int
-    """Number of parameters; tied ones count once, adapters are included."""
-    trained_parameters: int
-    """Number of parameters that have gradients and optimizer states."""
-    memory: tuple[str, ...]
-    """Sentences on the memory of a step."""
-    fits: bool
-    """Whether the budgets hold a step."""
 
 
 def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
@@ -107,9 +84,9 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
         console.print(f"[bold]castor train:[/bold] memory: {escape(chosen)}")
     prepared = _prepare(recipe, load_tokenizer(recipe))
     if dry_run:
-        plan = make_plan(recipe, prepared)
-        show(plan, recipe, Console(highlight=False, soft_wrap=True))
-        return 0 if plan.fits else 1
+        lines, fits = make_plan(recipe, prepared)
+        Console(highlight=False, soft_wrap=True).print(escape("\n".join(lines)))
+        return 0 if fits else 1
     _write_recipe(run, recipe)
     resumed = last_checkpoint(run, remove_incomplete=True)
     if resumed is not None:
@@ -376,12 +353,15 @@ def _prepare(recipe: Recipe, tokenizer: Any) -> Prepared:
     return prepare(recipe.data, tokenizer, method=recipe.method.name)
 
 
-def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
+def make_plan(recipe: Recipe, prepared: Prepared) -> tuple[list[str], bool]:
     """Counts the work of a recipe and predicts the memory of its step.
 
     Args:
         recipe: A resolved recipe.
         prepared: Its data.
+
+    Returns:
+        The lines to print, and whether the budgets hold a step.
 
     Raises:
         ValueError: The model's step cannot be predicted; see castor.estimate.
@@ -401,7 +381,8 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
         )
     config = GeminiPlugin(**recipe.memory).config
     activations: Any = config.activations
-    batch = train.batch_size * (2 if method.name in OF_PAIRS else 1)
+    pairs = method.name in OF_PAIRS
+    batch = train.batch_size * (2 if pairs else 1)
     packs = recipe.data.packing
     # The longest batch that can come: rows are padded to the longest of their batch.
     longest = prepared.num_tokens if packs else int(prepared.lengths.max())
@@ -438,7 +419,13 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
 
         loss = FusedLoss
     found = Estimator(model, workload, loss=loss).estimate(on)
+    unit, ranks = "pairs" if pairs else "sequences", recipe.parallel.nproc or 1
+    rows, held_out = len(prepared.train), len(prepared.held_out or ())
     said = [
+        f"parameters: {found.parameters:,}, of which {found.trained_parameters:,} train",
+        f"data: {rows:,} {unit}, {prepared.num_tokens:,} tokens an epoch; {held_out:,} held out",
+        f"steps: {num_steps(recipe, rows):,} of {train.batch_size} x "
+        f"{train.gradient_accumulation} x {ranks} {unit} (batch x accumulation x ranks)",
         f"device: {_gib(found.device_bytes)} of a budget of {_gib(config.device_bytes)}",
         f"host: {_gib(found.host_bytes)} of a budget of {_gib(config.host_bytes)}",
     ]
@@ -450,16 +437,11 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> Plan:
         said.append("the reference model needs its weights besides")
     if method.name == "reward":
         said.append("the prediction has a language head in place of the score")
-    return Plan(
-        rows=len(prepared.train),
-        held_out_rows=0 if prepared.held_out is None else len(prepared.held_out),
-        tokens=prepared.num_tokens,
-        steps=num_steps(recipe, len(prepared.train)),
-        parameters=found.parameters,
-        trained_parameters=found.trained_parameters,
-        memory=tuple(said),
-        fits=found.fits,
+    said.append(
+        f"output: {recipe.output.dir}, a checkpoint every {recipe.output.save_every:,} steps"
     )
+    head = f"{method.name} ({method.adapter}) of {recipe.model.path}"
+    return [head, *(f"  {line}" for line in said), "nothing was trained"], found.fits
 
 
 def num_steps(recipe: Recipe, rows: int) -> int:
@@ -470,25 +452,6 @@ def num_steps(recipe: Recipe, rows: int) -> int:
     of_rank = math.ceil(rows / (recipe.parallel.nproc or 1))
     batches = math.ceil(of_rank / train.batch_size)
     return math.ceil(train.epochs * math.ceil(batches / train.gradient_accumulation))
-
-
-def show(plan: Plan, recipe: Recipe, console: Console) -> None:
-    """Prints a plan."""
-    method, train = recipe.method, recipe.train
-    tokens = f", {plan.tokens:,} tokens" if plan.tokens else ""
-    unit = "pairs" if method.name in OF_PAIRS else "sequences"
-    ranks = recipe.parallel.nproc or 1
-    lines = [
-        f"{method.name} ({method.adapter}) of {recipe.model.path}",
-        f"  parameters: {plan.parameters:,}, of which {plan.trained_parameters:,} train",
-        f"  data: {plan.rows:,} {unit}{tokens} an epoch; {plan.held_out_rows:,} held out",
-        f"  steps: {plan.steps:,} of {train.batch_size} x {train.gradient_accumulation} x {ranks} "
-        f"{unit} (batch x accumulation x ranks)",
-        *(f"  {line}" for line in plan.memory),
-        f"  output: {recipe.output.dir}, a checkpoint every {recipe.output.save_every:,} steps",
-        "nothing was trained",
-    ]
-    console.print(escape("\n".join(lines)))
 
 
 def _gib(size: int) -> str:
