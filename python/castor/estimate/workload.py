@@ -43,7 +43,9 @@ class Workload:
     the shortest step."""
     lora_rank: int | None = None
     """Rank of LoRA adapters, with all other parameters frozen; None: there are no adapters."""
-    lora: Mapping[str, Any] = field(default_factory=lambda: {"target_modules": "all-linear"})
+    lora: Mapping[str, Any] = field(
+        default_factory=lambda: {"target_modules": "all-linear"}, hash=False
+    )
     """Further arguments of PEFT's LoraConfig, such as the layers that have adapters."""
     four_bit_base: bool = False
     """Whether the weights of the linear layers but the output embedding have 4 bits (QLoRA)."""
