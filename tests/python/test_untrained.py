@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-import castor
 from helpers import FORMATS, LR, Boosted, assert_close, assert_close_losses, boost, copies, equal
 from zoo import tower, tower_loss
 
@@ -139,8 +138,11 @@ def test_a_run_with_them_resumes_bitwise(tmp_path: Path) -> None:
     assert train(second.model, second.optimizer, 4) == train(first.model, first.optimizer, 4)
 
 
-def test_freezing_one_of_them_afterwards_is_refused() -> None:
-    boosted = boosted_in_part(tower())
-    others(boosted.model)[0].requires_grad_(False)
-    with pytest.raises(castor.UsageError, match="had requires_grad=True"):
-        tower_loss(boosted.model, 0)
+def test_one_of_them_may_be_frozen_afterwards() -> None:
+    plain, model = tower(), tower()
+    boosted = boosted_in_part(model)
+    own = AdamW(some(plain), lr=LR)
+    for trained in (plain, model):
+        others(trained)[0].requires_grad_(False)
+    assert_close_losses(train(model, boosted.optimizer), train(plain, own))
+    assert others(model)[0].grad is None

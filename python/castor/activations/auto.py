@@ -83,7 +83,10 @@ class AutoKeep:
     ) -> None:
         self._session = engine.session
         self._block_ranks = block_ranks
-        self._options = functools.partial(_options, config, engine)
+        num_ranks = engine.ranks.size if engine.ranks else 1
+        self._options = functools.partial(
+            _options, config, engine.session, engine.device, num_ranks
+        )
         self._all_recomputed: Decisions = tuple("recompute" for _ in range(num_blocks))
         self._decisions = self._all_recomputed
         self._simulator = _lay_out(model, engine, config)
@@ -306,9 +309,15 @@ def _lay_out(model: nn.Module, engine: Engine, config: GeminiConfig) -> _C.Simul
     )
 
 
-def _options(config: GeminiConfig, engine: Engine, *, measured: bool = True) -> dict[str, Any]:
+def _options(
+    config: GeminiConfig,
+    session: _C.Session,
+    device: torch.device,
+    num_ranks: int,
+    *,
+    measured: bool = True,
+) -> dict[str, Any]:
     """Returns the options of Simulator.run for this machine; unmeasured speeds mean nothing."""
-    device = engine.device
     on_gpu = device.type != "cpu"
     dram, link = 1e9, float(config.link_bytes_per_second or 1e9)
     if measured:
@@ -328,7 +337,7 @@ def _options(config: GeminiConfig, engine: Engine, *, measured: bool = True) -> 
         "device_bytes": int(config.device_bytes * config.steady_cuda_cap_ratio),
         "host_bytes": config.host_bytes,
         "nvme_bytes_per_second": 1e9 if config.nvme_paths else 0.0,
-        "ranks_sharing": engine.session.ranks_sharing,
+        "ranks_sharing": session.ranks_sharing,
         "h2d_bytes_per_second": float(link),
         "d2h_bytes_per_second": float(link),
         "dram_bytes_per_second": dram,
@@ -339,7 +348,7 @@ def _options(config: GeminiConfig, engine: Engine, *, measured: bool = True) -> 
         "gradient_copies": copies,
         "update_cores": "own" if on_gpu else "shared",
         "overlap": "none" if config.overlap == "none" else "forward",
-        "num_ranks": engine.ranks.size if engine.ranks else 1,
+        "num_ranks": num_ranks,
         "with_norm": config.max_norm > 0 or config.nonfinite != "ignore",
     }
 
