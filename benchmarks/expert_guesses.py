@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,17 @@ def train(layers: int, steps: int) -> tuple[Any, list[float]]:
     return model.eval(), losses
 
 
+@cache
+def text() -> bytes:
+    """The docs of this repository."""
+    pages = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
+    return b"".join(page.read_bytes() for page in pages)
+
+
 def passage(length: int) -> torch.Tensor:
     """Bytes of the docs, from a random one on."""
-    text = b"".join(
-        page.read_bytes() for page in sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
-    )
-    begin = int(torch.randint(len(text) - length, ()))
-    return torch.tensor(list(text[begin : begin + length]))
+    begin = int(torch.randint(len(text()) - length, ()))
+    return torch.tensor(list(text()[begin : begin + length]))
 
 
 def record(model: Any, prompt: torch.Tensor, tokens: int) -> list[list[dict[str, list[int]]]]:

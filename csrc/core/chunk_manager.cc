@@ -47,7 +47,7 @@ ChunkManager::~ChunkManager() {
     }
     try {
       leave(chunk);
-    } catch (...) {  // nobody is left to tell; the home is readable all the same
+    } catch (...) {  // nobody is left to tell; host storage is readable all the same
       bind_to_host(chunk);
     }
   }
@@ -198,7 +198,7 @@ void ChunkManager::await_copy_in(ChunkId chunk) {
   const std::uint64_t bytes_before = counts_.h2d_bytes;
   Slot& slot = slots_[index(chunk)];
   engine_.order(slot.ticket, device_->stream());
-  if (binder_.written_since_snapshot(chunk)) {  // to the home, while the copy was under way
+  if (binder_.written_since_snapshot(chunk)) {  // to host storage, during the copy
     copy_in(chunk);
     engine_.order(slot.ticket, device_->stream());
   }
@@ -258,7 +258,7 @@ Pin ChunkManager::pin_for_operator(ChunkId chunk, StreamId stream) {
   return residency_.pin(chunk, PinKind::kOperator);
 }
 
-// Brings what user code wrote on the device home; returns the bytes copied.
+// Brings what user code wrote on the device to host storage; returns the bytes copied.
 std::size_t ChunkManager::write_back(ChunkId chunk) {
   if (!binder_.written_since_snapshot(chunk)) {
     return 0;
@@ -316,8 +316,8 @@ void ChunkManager::leave(ChunkId chunk) {
   }
 }
 
-// Requires that the parameters are bound to the home, that none is in use and that no copy into the
-// slot is under way.
+// Requires that the parameters are bound to host storage, that none is in use and that no copy into
+// the slot is under way.
 void ChunkManager::drop(ChunkId chunk) noexcept {
   Slot& slot = slots_[index(chunk)];
   for (const ParamId param : layout_.chunk(chunk).params) {

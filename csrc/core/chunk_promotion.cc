@@ -149,7 +149,7 @@ void ChunkManager::demote(ChunkId chunk) {
       copied_bytes += payload->bytes();
     }
   }
-  binder_.snapshot(chunk);  // what user code writes from now on differs from the home
+  binder_.snapshot(chunk);  // what user code writes from now on differs from host storage
   copy_and_wait(copies);
   counts_.d2h_bytes += copied_bytes;
   ++counts_.demotions;

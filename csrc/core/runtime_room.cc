@@ -64,7 +64,7 @@ bool Runtime::demote_one() {
 }
 
 // A backward that is over keeps its last module's chunks until the step. Its device copies are
-// clean, or written back, so one that is not over runs on from home (docs/design/0002).
+// clean, or written back, so one that is not over runs on from host storage (docs/design/0002).
 void Runtime::others_end_backward() {
   for_each_other([](Runtime& other) CASTOR_NOT_ANALYZED {
     if (other.options_.freed_slots == FreedSlots::kKeepTheirBytes && other.yields()) {
@@ -191,7 +191,7 @@ void Runtime::reclaim_here(std::size_t bytes) {
     fits = make_room(bytes, kNoCap);
   }
   if (!fits && frames_.backward_pins() && options_.freed_slots == FreedSlots::kKeepTheirBytes) {
-    // Backward may run on from the home copies: slower, but it runs. An operator that took the
+    // Backward may run on from host storage: slower, but it runs. An operator that took the
     // slot's address before this allocation still reads the right bytes: freed slots keep them
     // until the next fetch (SlotArena), and no fetch happens inside an operator.
     frames_.end_backward();

@@ -139,8 +139,8 @@ class Simulation final : private DryRun {
         result_.peak_device_bytes, residency().slot_bytes() + fixed_device_bytes_ + nonmodel_bytes);
   }
 
-  // The updates of the step before, whose gradients are all at home: chunks in the order in which
-  // this forward uses them, then those it does not use.
+  // The updates of the step before, whose gradients are all on the host: chunks in the order in
+  // which this forward uses them, then those it does not use.
   void order_updates() {
     std::vector<bool> listed(chunks_.size(), false);
     const auto list = [&](ChunkId chunk) {
@@ -207,7 +207,7 @@ class Simulation final : private DryRun {
 
   void finish() {
     submit_updates();
-    // Every chunk goes home: no copy outlives its target, and all gradients are there.
+    // Every chunk goes to the host: no copy outlives its target, and all gradients are there.
     clock_ = std::max({clock_, h2d_.free_at(), d2h_.free_at()});
     const double arrived = clock_;
     result_.passes_seconds = arrived;

@@ -51,6 +51,10 @@ void bind_experts(py::module_& module) {
           },
           py::arg("layer"), py::arg("likely"), released)
       .def(
+          "takes_guesses",
+          [](TorchExperts& self, std::size_t layer) { return self.cache().takes_guesses(layer); },
+          py::arg("layer"), released)
+      .def(
           "wait_for",
           [](TorchExperts& self, std::size_t layer, std::size_t param) {
             self.cache().await(layer, param);

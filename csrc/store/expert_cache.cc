@@ -196,16 +196,16 @@ void ExpertCache::begin(Layer& layer, RowCopies& copies, std::span<const RowCopi
   }
 }
 
+bool ExpertCache::takes_guesses(std::size_t layer) {
+  const MutexLock lock(mutex_);
+  Layer& own = layers_.at(layer);
+  own.guesses = true;
+  return own.spare != kNone;
+}
+
 void ExpertCache::guess(std::size_t layer, std::span<const std::int64_t> likely) {
   Layer& own = layers_.at(layer);
-  {
-    const MutexLock lock(mutex_);
-    own.guesses = true;
-    if (own.spare == kNone) {
-      return;
-    }
-  }
-  if (!parts_.model.begin_rows(own.chunks)) {
+  if (!takes_guesses(layer) || !parts_.model.begin_rows(own.chunks)) {
     return;
   }
   forget_written(own);

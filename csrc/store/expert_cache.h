@@ -68,6 +68,8 @@ class ExpertCache final : public SpareMemory {
   /// lacks, unless it has copied one of them already. No effect where the layer has no place for
   /// guesses yet, and where fetch() would return nullopt. Throws what begin_rows throws.
   void guess(std::size_t layer, std::span<const std::int64_t> likely);
+  /// Returns whether a guess could be of use now; from here on the layer keeps a place for guesses.
+  [[nodiscard]] bool takes_guesses(std::size_t layer);
   /// Makes the current stream wait for the copies of a parameter of the layer, given by its
   /// position in the layer. Rethrows a copy's failure.
   void await(std::size_t layer, std::size_t param);

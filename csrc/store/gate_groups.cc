@@ -179,13 +179,6 @@ void GateGroups::pass_all() {
   }
 }
 
-bool OperatorVisits::under_way(const GateGroups& gate, std::size_t group, bool writes) {
-  return std::any_of(visited.begin(), visited.end(), [&](const auto& visit) {
-    const OperatorUse& use = visit.second;
-    return visit.first == &gate && use.group == group && (use.writes || !writes);
-  });
-}
-
 MemoryWatchers& MemoryWatchers::instance() {
   static MemoryWatchers watchers;
   return watchers;
@@ -210,6 +203,13 @@ MemoryWatchers::Watcher MemoryWatchers::find(const void* memory,
     return {};
   }
   return found->second;
+}
+
+bool OperatorVisits::under_way(const GateGroups& gate, std::size_t group, bool writes) {
+  return std::any_of(visited.begin(), visited.end(), [&](const auto& visit) {
+    const OperatorUse& use = visit.second;
+    return visit.first == &gate && use.group == group && (use.writes || !writes);
+  });
 }
 
 OperatorVisits::~OperatorVisits() { visited.resize(visited.size() - num_groups_); }

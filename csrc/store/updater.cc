@@ -213,7 +213,7 @@ void Updater::submit(ChunkId chunk, const std::vector<ParamUpdate>& updates) {
     attempt([&] { parts_.updates.run(chunk, updates); });
     count(updates);
     if (parts_.updates.collective()) {
-      // Other ranks may have it at home, and update it there in its turn.
+      // Other ranks may have it on the host, and update it there in its turn.
       parts_.gate.close(index(chunk));
       attempt([&] {
         parts_.queue->submit(chunk, [this, attempt, chunk](std::span<const ChunkId> /*next*/) {

@@ -291,8 +291,9 @@ class _Forward:
                 self._run.end(again=again)
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
-        self._parameters = _versions(self._module.named_parameters())
-        self._required = [param.requires_grad for param in self._module.parameters()]
+        parameters = list(self._module.named_parameters())
+        self._parameters = [(name, param._version) for name, param in parameters]
+        self._required = [param.requires_grad for _, param in parameters]
         output = self._function(*args, **kwargs)
         self._output = self._recomputation.first_output(output)
         if self._run:
@@ -432,10 +433,6 @@ def _arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]
 
 def _has_graph(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _versions(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[str, int]]:
-    return [(name, tensor._version) for name, tensor in tensors]
 
 
 def routes(module: nn.Module) -> bool:

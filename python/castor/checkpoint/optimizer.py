@@ -228,7 +228,7 @@ def tensors_and_numbers(
         if (
             driver is not None
             and driver.fused
-            and driver.engine.trained[driver.engine.index_of[param]]  # type: ignore[index]
+            and driver.engine.trained_index(param) is not None
             and param.dtype != torch.float32
         ):
             tensors[f"{name}.master"] = _master(driver.engine, param)

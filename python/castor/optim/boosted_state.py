@@ -340,8 +340,8 @@ def write_entries(engine: Engine, entries: Entries) -> None:
     assert engine.rule is not None
     engine.session.await_updates()  # writes below may bypass torch's operators, which wait
     for param, entry in entries:
-        index = engine.index_of.get(param)  # type: ignore[call-overload]
-        if index is None or not engine.trained[index]:
+        index = engine.trained_index(param)
+        if index is None:
             continue
         portable = to_portable(param, entry)
         engine.session.steps[index] = engine.rule.steps_of(portable)

@@ -180,8 +180,8 @@ class ShownStates:
     def _params(self, optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
         for group in optimizer.param_groups:
             for param in group["params"]:
-                index = self._engine.index_of.get(param)
-                if index is not None and self._engine.trained[index]:
+                index = self._engine.trained_index(param)
+                if index is not None:
                     yield index, param
 
 

@@ -75,7 +75,7 @@ class LayoutCost(_Needs):
     """GeminiPlugin's reduction with which the step is predicted."""
     dram_bytes: int
     """Bytes that the ranks of a node move through its memory in a step: chunks on their way to
-    devices, gradients on their way home, reductions on the host, and the optimizer's."""
+    devices, gradients on their way to host storage, reductions on the host, the optimizer's."""
     dram_seconds: float
     """Seconds that these take of the memory's bandwidth."""
     busy: dict[str, float]

@@ -98,7 +98,7 @@ def dram_of_replicas(layout: Layout, cluster: Cluster, param_bytes: int, residen
     - resident chunks of GPUs, by the backend: the rank's shard of the weights: P / n.
 
     What is sent to other nodes, or to replicas that share no host memory, is read once and written
-    once. Gradients of streamed chunks on their way home are not in it.
+    once. Gradients of streamed chunks on their way to host storage are not in it.
 
     Args:
         layout: The layout of the ranks.

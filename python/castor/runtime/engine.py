@@ -289,6 +289,14 @@ class Engine(CollectiveCalls):
         host = None if index is None else self.session.host_storage(index)
         return param if host is None else host
 
+    def trained_index(self, param: torch.Tensor) -> int | None:
+        """Returns the number of a parameter whose gradient is in chunks; None: it is no such one.
+
+        It trained when the model was boosted, whatever its requires_grad is now.
+        """
+        index: int | None = self.index_of.get(param)  # type: ignore[call-overload]
+        return index if index is not None and self.trained[index] else None
+
     def _finish(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Makes host storage and master of a lazy parameter from its values."""
         if self.ranks:

@@ -332,9 +332,11 @@ class ExpertCall:
         come first. Hidden states change little from layer to layer (Eliseev & Mazur 2023, "Fast
         Inference of Mixture-of-Experts Language Models with Offloading", section 3.2).
         """
-        hidden = dict(zip(self._arguments, args, strict=False), **kwargs).get(self._arguments[0])
         weight = self._next_router
-        if weight is None or hidden is None or hidden.shape[-1] != weight.shape[1]:
+        if weight is None or not self._cache.takes_guesses(self._layer + 1):
+            return
+        hidden = dict(zip(self._arguments, args, strict=False), **kwargs).get(self._arguments[0])
+        if hidden is None or hidden.shape[-1] != weight.shape[1]:
             return
         scores = nn.functional.linear(hidden.reshape(-1, weight.shape[1]).to(weight.dtype), weight)
         likely = scores.amax(0).topk(min(index.shape[-1], weight.shape[0])).indices.tolist()
