@@ -73,7 +73,7 @@ PY_SOURCES := $(shell find python -type f -not -name '*.pyc')
 CXX_FORMATTED := find csrc tests/cpp tests/simulated_device tests/simulated_gpu benchmarks examples -type f \
 	\( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) -print0
 
-.PHONY: demo test ci tools pytest-fast whole pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-prose lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel wheels torches oldest-torch gpu-archive bench bench-storage study install clean help FORCE
+.PHONY: demo test ci tools pytest-fast whole pages browser lint lint-format lint-ruff lint-mypy lint-layers lint-prose lint-threads package cpp pytest integration simgpu docs asan tsan asan-torch tsan-torch wheel wheels torches room oldest-torch gpu-archive bench bench-storage study install clean help FORCE
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -103,7 +103,7 @@ ci: export PAGES := $(BUILD)/pages
 ci: export WHEEL_PYTHONS = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 ci:
 	@scripts/run_phases.sh tools install+asan browser lint+package cpp pages+docs pytest tsan wheel \
-	  --skip-after $(OLDEST_TORCH_BEGINS) oldest-torch
+	  --skip-after $(OLDEST_TORCH_BEGINS) room oldest-torch
 
 # Downloads of Python packages leave the cores to the sanitizer's build, which needs these alone.
 tools: $(STAMPS)/system $(STAMPS)/jemalloc
@@ -308,6 +308,11 @@ torches:
 	@failed=; for torch in $(TORCHES); do echo "==== torch $$torch"; \
 	  $(MAKE) --no-print-directory pytest-fast VENV=.venv-torch$$torch CASTOR_TORCH="$$torch.*" || failed="$$failed $$torch"; done; \
 	if [ -n "$$failed" ]; then echo "failed with torch:$$failed" >&2; exit 1; fi
+
+# The oldest torch's environment takes 6 GiB, and its downloads 3 more. A disk that lacks them gives up what the
+# other phases are done with, the environment of the newest torch last.
+room:
+	@scripts/make_room.sh 11 $(BUILD)/asan $(BUILD)/tsan $(wildcard $(BUILD)/py*-env) $(VENV)
 
 oldest-torch:
 	@$(MAKE) --no-print-directory torches TORCHES=$(firstword $(TORCHES))

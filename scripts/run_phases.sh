@@ -3,6 +3,8 @@
 # One that fails does not stop the ones after it, so that a run tells all there is to mend; the exit
 # status is 1 if any failed. The last lines say what failed, for a reader who has only those: the tests that
 # a target names as FAILED or in ERROR, or else its own last lines.
+# Temporary files of a target are removed with its end, unless it failed. The free GiB beside its time are those
+# of the working directory and, where that is another disk, of temporary files.
 # Targets behind --skip-after SECONDS are skipped where the run has taken longer than that by then.
 # Usage: run_phases.sh TARGET[+TARGET...]... [--skip-after SECONDS TARGET...]
 set -uo pipefail
@@ -12,11 +14,15 @@ mkdir -p "$logs"
 report=()
 failed=()
 
-run() { # prints a target's output and keeps it; writes its result and seconds to a file
-  local phase=$1 start=$SECONDS result=FAILED
+free_gib() { df --output=avail --block-size=1G . "${TMPDIR:-/tmp}" | tail -n +2 | tr -d ' ' | uniq | paste -s -d/; }
+
+run() { # prints a target's output and keeps it; writes its result, seconds and the free disk to a file
+  local phase=$1 start=$SECONDS result=FAILED temporary
+  temporary=$(mktemp -d)
   printf '\n==== %s\n' "$phase"
-  "${MAKE:-make}" --no-print-directory --keep-going "$phase" 2>&1 | tee "$logs/$phase.log" && result=ok
-  echo "$result $((SECONDS - start))" >"$logs/$phase.result"
+  TMPDIR=$temporary "${MAKE:-make}" --no-print-directory --keep-going "$phase" 2>&1 | tee "$logs/$phase.log" && result=ok
+  [[ $result == FAILED ]] || rm -rf "$temporary"
+  echo "$result $((SECONDS - start)) $(free_gib)" >"$logs/$phase.result"
 }
 
 limit=
@@ -38,8 +44,8 @@ while [[ $# -gt 0 ]]; do
   done
   wait
   for phase in "${phases[@]}"; do
-    read -r result seconds <"$logs/$phase.result"
-    report+=("$(printf '%-12s %-6s %5d s' "$phase" "$result" "$seconds")")
+    read -r result seconds free <"$logs/$phase.result"
+    report+=("$(printf '%-12s %-6s %5d s %6s GiB free' "$phase" "$result" "$seconds" "$free")")
     [[ $result == ok ]] || failed+=("$phase")
   done
 done
