@@ -1,8 +1,10 @@
 """Forwards, backwards and evaluations in any order; generate; autocast."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -94,3 +96,32 @@ def test_autocast_trains_as_plain_under_autocast() -> None:
     plain, boosted = CASES["gpt2"].model(), boost(CASES["gpt2"].model())
     expected = losses_of_plain(plain, loss)
     assert_close_losses(losses_of_boosted(boosted, loss), expected, tolerance=4e-3)
+
+
+def test_a_step_inside_autocast_warns_where_the_next_forward_has_the_weights_before_it() -> None:
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = []
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(3):
+                loss = model(torch.ones(2, 8)).float().pow(2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        return found
+
+    def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    plain = losses(*linear())
+    assert len(set(plain)) == 1  # the fault is plain PyTorch's
+    model, optimizer = linear()
+    boosted = boost(model, optimizer=optimizer)
+    with pytest.warns(RuntimeWarning, match="inside torch.autocast") as caught:
+        assert losses(boosted.model, boosted.optimizer) == plain
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]  # once, at the step
+    model, optimizer = linear()
+    boosted = boost(model.bfloat16(), optimizer=optimizer, precision="bf16")
+    losses(boosted.model, boosted.optimizer)  # no copies of such weights: no warning

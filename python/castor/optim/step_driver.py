@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import warnings
 import weakref
 import zlib
 from array import array
@@ -36,6 +37,33 @@ from castor.optim.weight_digests import WeightDigests
 from castor.runtime.engine import Engine
 from castor.runtime.rank_group import RankGroup, check_equal
 from castor.runtime.rules import FusedRule, RuleGroup
+
+
+def warn_of_cached_casts(optimizer: Optimizer, *, stacklevel: int) -> bool:
+    """Warns where a step inside torch.autocast leaves the 16-bit copies of weights as they were.
+
+    autocast caches its copy of each float32 weight until its outermost context ends, so that the
+    next forward inside it computes with the weights from before the step.
+
+    Args:
+        optimizer: The optimizer that steps.
+        stacklevel: As warnings.warn counts, from the caller of this function.
+
+    Returns:
+        Whether it warned: there is no such copy of 16-bit weights, nor without the cache.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not (torch.is_autocast_cache_enabled() and any(p.dtype == torch.float32 for p in params)):
+        return False
+    warnings.warn(
+        "optimizer.step() inside torch.autocast: until its outermost context ends, autocast keeps "
+        "16-bit copies of weights, so that the next forwards compute with the weights from before "
+        "this step, as in plain PyTorch. Open the context around each forward, or with "
+        "cache_enabled=False",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
+    )
+    return True
 
 
 class ModelStep:
@@ -253,6 +281,7 @@ class StepDriver:
         self.rule = rule
         self.position = position
         self._digests: WeightDigests | None = None
+        self._warned_of_autocast = False
         """Checksums of the weights after its own steps, to compare ranks; None: not needed."""
         if not rule and self.engine.ranks:
             self._digests = WeightDigests(self.engine.session, self.engine.index_of)
@@ -380,6 +409,10 @@ class StepDriver:
         Returns:
             The result of the class's step.
         """
+        if torch.is_autocast_enabled(self.engine.device.type) and not self._warned_of_autocast:
+            self._warned_of_autocast = warn_of_cached_casts(
+                optimizer, stacklevel=_frames_of_step()
+            )
         if self.rule:
             return self._fused_step(optimizer, *args, **kwargs)
         closure = closure_of(args, kwargs)
