@@ -410,9 +410,7 @@ class StepDriver:
             The result of the class's step.
         """
         if torch.is_autocast_enabled(self.engine.device.type) and not self._warned_of_autocast:
-            self._warned_of_autocast = warn_of_cached_casts(
-                optimizer, stacklevel=_frames_of_step()
-            )
+            self._warned_of_autocast = warn_of_cached_casts(optimizer, stacklevel=_frames_of_step())
         if self.rule:
             return self._fused_step(optimizer, *args, **kwargs)
         closure = closure_of(args, kwargs)
