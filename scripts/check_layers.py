@@ -89,7 +89,7 @@ PY_ORDER: tuple[frozenset[str], ...] = (
     frozenset({"booster_checkpoints", "data"}),
     frozenset({"booster", "io_bench"}),
     frozenset({"report", "doctor", "integrations", "launch", "one_call", "selftest"}),
-    frozenset({"model_files", "memory_options", "estimate_cache", "planner"}),
+    frozenset({"model_files", "options", "estimate_cache", "planner"}),
     frozenset({"cli_estimates", "recipes"}),
     frozenset({"cli"}),
     frozenset({"__init__", "__main__"}),

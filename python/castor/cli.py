@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from castor import memory_options
 from castor.cli_estimates import estimate, plan, scaling
+from castor.options import Memory, from_fields, help_of
 from castor.recipes.chat import chat
 from castor.recipes.data.show import data_app
 from castor.recipes.evaluate import evaluate
@@ -86,6 +86,7 @@ for _predicts in (estimate, plan, scaling):
 
 
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@from_fields
 def run(
     context: typer.Context,
     script: Annotated[
@@ -94,20 +95,9 @@ def run(
             help="A Python script, or a Python command such as trl; what follows is its own."
         ),
     ],
+    memory: Memory,
     module: Annotated[bool, typer.Option("-m", help="The script is a module's name.")] = False,
-    device_memory: memory_options.DeviceMemory = None,
-    host_memory: memory_options.HostMemory = None,
-    device: memory_options.Device = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(help=f"{memory_options.help_of('precision')} Default: what the script says."),
-    ] = None,
-    activations: Annotated[
-        str | None, typer.Option(help=memory_options.help_of("activations"))
-    ] = None,
-    nvme: memory_options.Nvme = None,
-    config: memory_options.Config = None,
-    settings: memory_options.Settings = None,
+    activations: Annotated[str | None, typer.Option(help=help_of("activations"))] = None,
     report: Annotated[
         Path | None, typer.Option(help="For all figures at the end: FILE.json, or FILE.html.")
     ] = None,
@@ -141,10 +131,7 @@ def run(
     from castor import launch
     from castor.integrations.check_settings import check_settings
 
-    chosen = memory_options.read_options(
-        config, settings, nvme=nvme, device_memory=device_memory, host_memory=host_memory,
-        device=device, precision=precision, activations=activations,
-    )  # fmt: skip
+    chosen = memory.arguments(activations=activations)
     if chosen is not None:
         check_settings(chosen)
     status = launch.run(

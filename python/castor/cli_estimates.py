@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -15,9 +15,9 @@ from rich.console import Console
 from castor.collections_paused import collections_paused
 from castor.estimate_cache import Answer, AnswerCache
 from castor.model_files import find_config
+from castor.options import from_fields
 
 if TYPE_CHECKING:
-    from castor.config import StateFormat
     from castor.estimate.workload import Workload
 
 _Config = Annotated[
@@ -26,16 +26,124 @@ _Config = Annotated[
         help="A config.json of a Hugging Face model, its folder, or its name in the hub's cache."
     ),
 ]
-_Sequence = Annotated[int, typer.Option("--seq", help="Tokens in a sample.")]
-_Format = Annotated[
-    str | None, typer.Option("--format", help="Optimizer state, as in castor estimate.")
-]
-_Rule = Annotated[str, typer.Option("--optimizer", help="What steps, as in castor estimate.")]
-_Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Training:
+    """Samples and the optimizer of a predicted step."""
+
+    seq: int = 1024
+    """Tokens in a sample."""
+    state_format: Annotated[str | None, typer.Option("--format")] = None
+    """Optimizer state: fp32, split, split_bf16 or split_int8. Default: split for bf16, else
+    fp32."""
+    optimizer: str = "adam"
+    """Update rule: adam, lion, sgd (without momentum) or sgd_momentum."""
+    precision: str = "bf16"
+    """fp32, bf16 or fp16."""
+
+    def workload(self, **more: Any) -> Workload:
+        """Returns the workload with these and further settings."""
+        from castor.estimate.workload import Workload
+
+        default = "split" if self.precision == "bf16" else "fp32"
+        given: dict[str, Any] = {
+            "sequence": self.seq, "precision": self.precision, "optimizer": self.optimizer,
+            "state_format": self.state_format or default,
+        }  # fmt: skip
+        return Workload(**given, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step(_Training):
+    """A step that `castor estimate` predicts."""
+
+    batch: int = 1
+    """Samples in a step."""
+    activations: str | None = None
+    """GeminiPlugin's: keep, recompute, offload or auto. Default: auto with --device-memory on one
+    rank, else keep."""
+    overlap: str = "forward"
+    """Adam beside the next forward (forward) or after backward (none)."""
+    max_prefetch: int = 1
+    """GeminiPlugin's."""
+    gather_embeddings: bool = False
+    """GeminiPlugin's."""
+    device_update_fraction: str = "0"
+    """GeminiPlugin's; auto: the share with the shortest step."""
+    lora: Annotated[int | None, typer.Option(min=1)] = None
+    """Rank of LoRA adapters on all linear layers; the rest is frozen."""
+    qlora: bool = False
+    """Linear layers in 4 bits, with --lora 16 where none is given."""
+
+    def workload(self, **more: Any) -> Workload:
+        """Returns the workload with these and further settings."""
+        same = ("batch", "overlap", "max_prefetch", "gather_embeddings")
+        return super().workload(**{name: getattr(self, name) for name in same}, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Figures:
+    """The figures of a machine; those that are left out are the preset's."""
+
+    preset: str | None = None
+    """rtx3090, rtx4090, rtx5090, rtx6000ada, a100, h100 or h200, with a host; cpu for castor's CPU
+    device, of whose host the figures are given."""
+    device_memory: str | None = None
+    """Device memory, such as 24GiB."""
+    host_memory: str | None = None
+    """Host memory, such as 256GiB."""
+    h2d: str | None = None
+    """Link to the device, such as 25GB/s."""
+    d2h: str | None = None
+    """Link from the device; without a preset, as h2d."""
+    dram: str | None = None
+    """Bandwidth of host memory, such as 60GB/s."""
+    updates: str | None = None
+    """The host's optimizer alone, such as 85GB/s. Default: as --dram."""
+    flops: str | None = None
+    """Sustained FLOP/s, such as 70T."""
+    device_bandwidth: str | None = None
+    """Bandwidth of device memory, such as 750GB/s."""
+    operator_us: float | None = None
+    """Microseconds of any operator, beside its FLOPs and bytes."""
+    nvme: str | None = None
+    """NVMe for what the host has no room for, reads and writes together: 3GB/s."""
+    nvme_memory: str | None = None
+    """Room on it, such as 2TB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Between:
+    """The links between ranks."""
+
+    transport: str | None = None
+    """Activations go through host memory (host), or from GPU to GPU (nccl, where each rank has a
+    GPU of its own)."""
+    link: str | None = None
+    """Link of a rank to others of its machine, with --transport nccl: 300GB/s."""
+    network: str | None = None
+    """Link of a rank to other machines: 400Gb/s."""
+    reduction: str | None = None
+    """GeminiPlugin's: ordered; backend with --transport nccl; auto: the faster one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ranks(_Between):
+    """The ranks that train together."""
+
+    nproc: Annotated[int, typer.Option(min=1)] = 1
+    """Ranks on a machine; --batch is of each."""
+    nodes: Annotated[int, typer.Option(min=1)] = 1
+    """Machines with as many ranks."""
+
+
+@from_fields
 def estimate(
+    figures: _Figures,
+    step: _Step,
+    ranks: _Ranks,
     configs: Annotated[
         list[str] | None,
         typer.Argument(
@@ -44,102 +152,6 @@ def estimate(
             "cache; with --table several, or none: then those that castor brings.",
         ),
     ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="rtx3090, rtx4090, rtx5090, rtx6000ada, a100, h100 or h200, with a host; cpu for "
-            "castor's CPU device, of whose host the figures are given."
-        ),
-    ] = None,
-    device_memory: Annotated[str | None, typer.Option(help="Such as 24GiB.")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Such as 256GiB.")] = None,
-    h2d: Annotated[str | None, typer.Option(help="Link to the device, such as 25GB/s.")] = None,
-    d2h: Annotated[
-        str | None, typer.Option(help="Link from the device; without a preset, as h2d.")
-    ] = None,
-    dram: Annotated[str | None, typer.Option(help="Host memory, such as 60GB/s.")] = None,
-    updates: Annotated[
-        str | None,
-        typer.Option(help="The host's optimizer alone, such as 85GB/s. Default: as --dram."),
-    ] = None,
-    flops: Annotated[str | None, typer.Option(help="Sustained FLOP/s, such as 70T.")] = None,
-    device_bandwidth: Annotated[
-        str | None, typer.Option(help="Device memory, such as 750GB/s.")
-    ] = None,
-    operator_us: Annotated[
-        float | None,
-        typer.Option(help="Microseconds of any operator, beside its FLOPs and bytes."),
-    ] = None,
-    nvme: Annotated[
-        str | None,
-        typer.Option(
-            help="NVMe for what the host has no room for, reads and writes together: 3GB/s."
-        ),
-    ] = None,
-    nvme_memory: Annotated[str | None, typer.Option(help="Of it, such as 2TB.")] = None,
-    batch: Annotated[int, typer.Option(help="Samples in a step.")] = 1,
-    seq: _Sequence = 1024,
-    state_format: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            help="Optimizer state: fp32, split, split_bf16 or split_int8. Default: split for "
-            "bf16, else fp32.",
-        ),
-    ] = None,
-    optimizer: Annotated[
-        str, typer.Option(help="What steps: adam, lion, sgd (without momentum) or sgd_momentum.")
-    ] = "adam",
-    precision: _Precision = "bf16",
-    activations: Annotated[
-        str | None,
-        typer.Option(
-            help="As in GeminiPlugin: keep, recompute, offload or auto. Default: auto with "
-            "--device-memory on one rank, else keep."
-        ),
-    ] = None,
-    overlap: Annotated[
-        str, typer.Option(help="Adam beside the next forward (forward) or after backward (none).")
-    ] = "forward",
-    max_prefetch: Annotated[int, typer.Option(help="As in GeminiPlugin.")] = 1,
-    gather_embeddings: Annotated[
-        bool, typer.Option("--gather-embeddings", help="As in GeminiPlugin.")
-    ] = False,
-    device_update_fraction: Annotated[
-        str, typer.Option(help="As in GeminiPlugin; auto: the share with the shortest step.")
-    ] = "0",
-    nproc: Annotated[int, typer.Option(help="Ranks on a machine; --batch is of each.", min=1)] = 1,
-    nodes: Annotated[int, typer.Option(help="Machines with as many ranks.", min=1)] = 1,
-    transport: Annotated[
-        str | None,
-        typer.Option(
-            help="Activations go through host memory (host), or from GPU to GPU (nccl, where "
-            "each rank has a GPU of its own)."
-        ),
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(help="Of a rank to others of its machine, with --transport nccl: 300GB/s."),
-    ] = None,
-    network: Annotated[
-        str | None, typer.Option(help="Of a rank to other machines: 400Gb/s.")
-    ] = None,
-    reduction: Annotated[
-        str | None,
-        typer.Option(
-            help="As in GeminiPlugin: ordered; backend with --transport nccl; auto: the faster one."
-        ),
-    ] = None,
-    lora: Annotated[
-        int | None,
-        typer.Option(help="Rank of LoRA adapters on all linear layers; the rest is frozen.", min=1),
-    ] = None,
-    qlora: Annotated[
-        bool,
-        typer.Option(
-            "--qlora", help="Linear layers in 4 bits, with --lora 16 where none is given."
-        ),
-    ] = False,
     table: Annotated[
         bool,
         typer.Option(
@@ -160,25 +172,25 @@ def estimate(
 
     The exit status is 1 where it does not fit.
     """
-    options = {k: v for k, v in locals().items() if k not in _NO_OPTIONS_OF_A_STEP}
     given = configs or []
     if table:
-        _check_options_of_a_table(options)
+        _check_options_of_a_table(figures, step, ranks)
     elif len(given) != 1:
         raise typer.BadParameter(f"{len(given)} configs are given; give one, or --table")
     elif output is not None:
         raise typer.BadParameter("--output is for the page of --table")
     paths = [find_config(config) for config in given]
     console = Console(highlight=False, soft_wrap=True)
+    asked = asdict(figures) | asdict(step) | asdict(ranks) | {"table": table, "as_json": as_json}
     shown = {"colours": console.color_system, "width": console.width}
-    cache = AnswerCache(paths, options | shown | {"table": table})
+    cache = AnswerCache(paths, asked | shown)
     answer = None if fresh or output else cache.find()
     if answer is None:
         with console.capture() as captured:
             if table:
-                fits = _table(paths, console, output, options)
+                fits = _table(paths, console, output, figures, step, as_json=as_json)
             else:
-                fits = _estimate(paths[0], console, **options)
+                fits = _estimate(paths[0], console, figures, step, ranks, as_json=as_json)
         answer = Answer(text=captured.get(), status=0 if fits else 1)
         cache.keep(answer)
     sys.stdout.write(answer.text)
@@ -187,72 +199,27 @@ def estimate(
 
 
 def _estimate(
-    config: Path,
-    console: Console,
-    *,
-    preset: str | None,
-    device_memory: str | None,
-    host_memory: str | None,
-    h2d: str | None,
-    d2h: str | None,
-    dram: str | None,
-    updates: str | None,
-    flops: str | None,
-    device_bandwidth: str | None,
-    operator_us: float | None,
-    nvme: str | None,
-    nvme_memory: str | None,
-    batch: int,
-    seq: int,
-    state_format: str | None,
-    optimizer: str,
-    precision: str,
-    activations: str | None,
-    overlap: str,
-    max_prefetch: int,
-    gather_embeddings: bool,
-    device_update_fraction: str,
-    nproc: int,
-    nodes: int,
-    transport: str | None,
-    link: str | None,
-    network: str | None,
-    reduction: str | None,
-    lora: int | None,
-    qlora: bool,
-    as_json: bool,
+    config: Path, console: Console, figures: _Figures, step: _Step, ranks: _Ranks, *, as_json: bool
 ) -> bool:
     """Prints an estimate; whether it fits."""
     with collections_paused():
-        from castor.config import Precision
         from castor.errors import UsageError
         from castor.estimate.estimator import Estimator
         from castor.estimate.machine import machine
         from castor.estimate.render import render
-        from castor.estimate.workload import Activations, Overlap, Workload
 
+    num_ranks, activations = ranks.nproc * ranks.nodes, step.activations
     if activations is None:  # several ranks are predicted with "keep" and "recompute" alone
-        activations = "auto" if device_memory is not None and nproc * nodes == 1 else "keep"
-    workload = Workload(
-        batch=batch,
-        sequence=seq,
-        precision=cast(Precision, precision),
-        state_format=_state_format(state_format, precision),
-        optimizer=optimizer,
-        activations=cast(Activations, activations),
-        overlap=cast(Overlap, overlap),
-        max_prefetch=max_prefetch,
-        gather_embeddings=gather_embeddings,
-        device_update_fraction=_update_fraction(device_update_fraction),
-        lora_rank=lora or (_QLORA_RANK if qlora else None),
-        four_bit_base=qlora,
+        activations = "auto" if figures.device_memory is not None and num_ranks == 1 else "keep"
+    workload = step.workload(
+        activations=activations,
+        device_update_fraction=_update_fraction(step.device_update_fraction),
+        lora_rank=step.lora or (_QLORA_RANK if step.qlora else None),
+        four_bit_base=step.qlora,
     )
-    figures: dict[str, Any] = {
-        "device_memory": device_memory, "host_memory": host_memory, "h2d": h2d, "d2h": d2h,
-        "dram": dram, "updates": updates, "flops": flops, "device_bandwidth": device_bandwidth,
-        "operator_us": operator_us, "nvme": nvme, "nvme_memory": nvme_memory,
-    }  # fmt: skip
-    if nproc * nodes > 1:
+    of_machine = {name: one for name, one in asdict(figures).items() if name != "preset"}
+    between = {field.name: getattr(ranks, field.name) for field in fields(_Between)}
+    if num_ranks > 1:
         if workload.lora_rank is not None:
             raise UsageError(
                 "--lora and --qlora are estimated for one rank; leave --nproc and --nodes out"
@@ -260,25 +227,23 @@ def _estimate(
         from castor.planner import data_parallel
         from castor.planner.cluster import Cluster
 
-        between = {
-            "device": preset, "transport": transport, "link": link, "network": network,
-            "reduction": reduction, **figures,
-        }  # fmt: skip
-        given = {name: value for name, value in between.items() if value is not None}
-        if nvme is not None:
+        joined = {"device": figures.preset, **between, **of_machine}
+        given = {name: value for name, value in joined.items() if value is not None}
+        if figures.nvme is not None:
             given["nvme_path"] = "."  # which directory is of no interest
-        cluster = Cluster.of({"nodes": nodes, "ranks_per_node": nproc, **given}, workload.precision)
+        cluster = Cluster.of(
+            {"nodes": ranks.nodes, "ranks_per_node": ranks.nproc, **given}, workload.precision
+        )
         of_ranks = data_parallel.estimate_ranks(config, workload, cluster)
         if as_json:
             _print_json(console, of_ranks.as_json())
         else:
             data_parallel.render(of_ranks, workload, cluster, console)
         return of_ranks.fits
-    ways = {"transport": transport, "link": link, "network": network, "reduction": reduction}
-    for name, value in ways.items():
+    for name, value in between.items():
         if value is not None:
             raise UsageError(f"--{name} is between ranks: give --nproc or --nodes as well")
-    on = machine(preset, precision=workload.precision, **figures)
+    on = machine(figures.preset, precision=workload.precision, **of_machine)
     found = Estimator(config, workload).estimate(on)
     if as_json:
         _print_json(console, found.as_json())
@@ -301,56 +266,49 @@ def _update_fraction(text: str) -> float | Literal["auto"]:
 _QLORA_RANK = 16
 """Rank of the adapters where --qlora is given alone, and of a table's."""
 
-_NO_OPTIONS_OF_A_STEP = ("configs", "fresh", "table", "output")
-
-_FIXED_IN_A_TABLE = {
-    **dict.fromkeys(("preset", "device_memory", "host_memory", "h2d", "d2h", "dram", "flops")),
-    **dict.fromkeys(("updates", "device_bandwidth", "operator_us", "activations")),
-    "device_update_fraction": "0",
-    **dict.fromkeys(("transport", "link", "network", "reduction")),
-    "nproc": 1, "nodes": 1, "qlora": False,
-}  # fmt: skip
-"""Options that a table has values of its own for, and their defaults."""
+_OF_A_TABLE = ("nvme", "nvme_memory")
+"""Figures of a machine that a table takes; it has values of its own for the others."""
 
 
-def _check_options_of_a_table(options: Mapping[str, Any]) -> None:
-    for name, default in _FIXED_IN_A_TABLE.items():
-        if options[name] != default:
-            raise typer.BadParameter(
-                f"--table has devices, hosts and ways to train of its own; leave "
-                f"--{name.replace('_', '-')} out"
-            )
+def _check_options_of_a_table(figures: _Figures, step: _Step, ranks: _Ranks) -> None:
+    fixed = ("activations", "device_update_fraction", "qlora")
+    given = [
+        field.name
+        for options in (figures, step, ranks)
+        for field in fields(options)
+        if getattr(options, field.name) != field.default
+        and (field.name not in _OF_A_TABLE if options is not step else field.name in fixed)
+    ]
+    if given:
+        raise typer.BadParameter(
+            "--table has devices, hosts and ways to train of its own; leave "
+            f"--{given[0].replace('_', '-')} out"
+        )
 
 
 def _table(
-    configs: list[Path], console: Console, output: Path | None, options: Mapping[str, Any]
+    configs: list[Path],
+    console: Console,
+    output: Path | None,
+    figures: _Figures,
+    step: _Step,
+    *,
+    as_json: bool,
 ) -> bool:
     """Prints what fits where, and writes the page of it; whether any of it fits."""
     with collections_paused():
         from castor.estimate import table
-        from castor.estimate.workload import Workload
 
-    precision = options["precision"]
-    workload = Workload(
-        batch=options["batch"],
-        sequence=options["seq"],
-        precision=precision,
-        state_format=_state_format(options["state_format"], precision),
-        optimizer=options["optimizer"],
-        activations="auto",
-        overlap=options["overlap"],
-        max_prefetch=options["max_prefetch"],
-        gather_embeddings=options["gather_embeddings"],
-    )
-    rank, nvme = options["lora"] or _QLORA_RANK, options["nvme"]
+    workload = step.workload(activations="auto")
+    rank, nvme = step.lora or _QLORA_RANK, figures.nvme
     found = table.all_cells(
         configs or table.known_models(), workload,
-        adapter_rank=rank, nvme=nvme, nvme_memory=options["nvme_memory"],
+        adapter_rank=rank, nvme=nvme, nvme_memory=figures.nvme_memory,
     )  # fmt: skip
     if output is not None:
         command = shlex.join(["castor", *sys.argv[1:]])
         output.write_text(table.page(found, workload, rank, nvme, command), encoding="utf-8")
-    if options["as_json"]:
+    if as_json:
         _print_json(console, table.as_json(found))
     else:
         table.render(found, workload, rank, nvme, console)
@@ -361,36 +319,14 @@ def _print_json(console: Console, figures: dict[str, Any] | list[dict[str, Any]]
     console.print(json.dumps(figures, indent=2), markup=False)
 
 
-def _workload(
-    batch: int, seq: int, precision: str, state_format: str | None, optimizer: str
-) -> Workload:
-    """Returns the workload of several ranks, without activations: each layout has its own."""
-    from castor.config import Precision
-    from castor.estimate.workload import Workload
-
-    return Workload(
-        batch=batch,
-        sequence=seq,
-        precision=cast(Precision, precision),
-        state_format=_state_format(state_format, precision),
-        optimizer=optimizer,
-    )
-
-
-def _state_format(given: str | None, precision: str) -> StateFormat:
-    return cast("StateFormat", given or ("split" if precision == "bf16" else "fp32"))
-
-
+@from_fields
 def plan(
     config: _Config,
     cluster: Annotated[
         Path, typer.Option(help="YAML or JSON: nodes, ranks_per_node, device, and what joins them.")
     ],
     batch: Annotated[int, typer.Option(help="Samples in a step, of all ranks together.")],
-    seq: _Sequence = 1024,
-    state_format: _Format = None,
-    optimizer: _Rule = "adam",
-    precision: _Precision = "bf16",
+    training: _Training,
     shown: Annotated[int, typer.Option(help="Layouts in the table.", min=1)] = 5,
     output: Annotated[
         Path | None, typer.Option(help="For the first one: what castor run --plan takes.")
@@ -401,7 +337,7 @@ def plan(
     from castor.planner.layout_report import as_json as found_as_json
     from castor.planner.layout_report import search_and_show
 
-    workload = _workload(batch, seq, precision, state_format, optimizer)
+    workload = training.workload(batch=batch)
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)
     found = search_and_show(
         find_config(config), cluster, workload, console, shown=shown, output=output
@@ -412,14 +348,12 @@ def plan(
         raise typer.Exit(1)
 
 
+@from_fields
 def scaling(
     config: _Config,
     cluster: Annotated[Path, typer.Option(help="YAML or JSON, as castor plan's.")],
     batch: Annotated[int, typer.Option(help="Samples in a step, of all the cluster's ranks.")],
-    seq: _Sequence = 1024,
-    state_format: _Format = None,
-    optimizer: _Rule = "adam",
-    precision: _Precision = "bf16",
+    training: _Training,
     most_ranks: Annotated[int, typer.Option(help="Up to which ranks double.", min=1)] = 1024,
     output: Annotated[Path | None, typer.Option(help="A page of the curves, such as s.html.")] = (
         None
@@ -430,7 +364,7 @@ def scaling(
     from castor.planner.scaling_report import as_json as found_as_json
     from castor.planner.scaling_report import scale_and_show
 
-    workload = _workload(batch, seq, precision, state_format, optimizer)
+    workload = training.workload(batch=batch)
     console = Console(highlight=False, soft_wrap=True, quiet=as_json)
     found = scale_and_show(
         find_config(config), cluster, workload, console, most=most_ranks, output=output

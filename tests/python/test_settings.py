@@ -23,7 +23,7 @@ from castor.config.declared import (
     types_of,
 )
 from castor.config.settings import SIZES
-from castor.memory_options import help_of
+from castor.options import help_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from castor import cli, launch
 from castor.errors import UsageError
 from castor.recipes import evaluation, train
-from castor.recipes.evaluation import Questions
+from castor.recipes.evaluate import Questions, gen_kwargs_of
 from castor.recipes.recipe import load
 
 # From Python 3.12 on, where lm-eval forks to estimate the error of chrf.
@@ -153,7 +153,7 @@ def test_arguments_of_generation_go_before_the_tasks_own(folder: Path, tasks: Pa
     given = '{"do_sample": false, "max_gen_toks": 3, "until": ["e"]}'
     questions = Questions(
         tasks=("answers", "pages"), include=tasks, batch_size=BATCH, max_length=LENGTH, limit=3,
-        log_samples=True, gen_kwargs=evaluation.gen_kwargs_of(given),
+        log_samples=True, gen_kwargs=gen_kwargs_of(given),
     )  # fmt: skip
     found = evaluation.evaluate(folder, questions, settings=budget(folder))
     assert found is not None
@@ -177,8 +177,8 @@ def test_arguments_of_generation_go_before_the_tasks_own(folder: Path, tasks: Pa
     ],
 )
 def test_arguments_of_generation_that_are_none_are_refused(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        Questions(tasks=("answers",), gen_kwargs=evaluation.gen_kwargs_of(text))
+    with pytest.raises(ValueError, match=said):
+        Questions(tasks=("answers",), gen_kwargs=gen_kwargs_of(text))
 
 
 def test_arguments_of_generation_need_a_task_that_generates(tasks: Path) -> None:
@@ -359,9 +359,9 @@ def test_a_broken_task_is_one_sentence(name: str, tasks: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tasks", ","], "--tasks names no task"),
-        (["--tasks", "pages", "--limit", "0"], "--limit is 0; give a number of documents or a"),
-        (["--tasks", "pages", "--limit", "2.5"], "--limit is 2.5"),
+        (["--tasks", ","], "tasks names no task"),
+        (["--tasks", "pages", "--limit", "0"], "limit is 0; give a number of documents or a"),
+        (["--tasks", "pages", "--limit", "2.5"], "limit is 2.5"),
         (["--tasks", "none.yaml"], "there is no file none.yaml; give a YAML file"),
         (["--tasks", "pages", "--include", "none"], "there is no folder none; give one with"),
         (["--tasks", "{empty}"], "empty holds no task: give a folder of lm-eval's YAML files"),

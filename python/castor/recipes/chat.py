@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from castor import memory_options
-from castor.recipes import options, require
+from castor.options import Memory, ModelPaths, from_fields
+from castor.recipes import require
 
 if TYPE_CHECKING:
     from castor.recipes.generation import Sampling
@@ -27,8 +27,10 @@ _DEFAULT_TOKENS = 1024
 _HELP = "/reset begins a new conversation, Ctrl-C ends an answer, /exit or Ctrl-D the chat."
 
 
+@from_fields
 def chat(
-    path: options.ModelPath,
+    model: ModelPaths,
+    memory: Memory,
     system: Annotated[str | None, typer.Option(help="Text of a system turn.")] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0: greedy. Default: the model's own, or else 1.")
@@ -47,21 +49,9 @@ def chat(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of an answer. Default: what fits, at most 1024.")
     ] = None,
-    base: options.Base = None,
-    tokenizer: options.TokenizerPath = None,
-    device_memory: memory_options.DeviceMemory = None,
-    host_memory: memory_options.HostMemory = None,
-    device: memory_options.Device = None,
-    precision: options.Precision = None,
-    nvme: memory_options.Nvme = None,
-    config: memory_options.Config = None,
-    settings: memory_options.Settings = None,
 ) -> None:
     """Talk to a model in the terminal, in a memory budget."""
-    chosen = memory_options.read_options(
-        config, settings, nvme=nvme, device_memory=device_memory, host_memory=host_memory,
-        device=device, precision=precision,
-    )  # fmt: skip
+    settings = memory.arguments() or {}
     require("castor chat", "transformers", "jinja2")
     import transformers
 
@@ -74,11 +64,13 @@ def chat(
         stop=tuple(stop or ()),
     )  # fmt: skip
     transformers.logging.set_verbosity_error()
-    model = load_for_inference(path, settings=chosen or {}, base=base, tokenizer=tokenizer)
+    loaded = load_for_inference(
+        model.path, settings=settings, base=model.base, tokenizer=model.tokenizer
+    )
     if sys.stdin.isatty():
-        typer.echo(f"castor chat: {model.name}. {_HELP}", err=True)
+        typer.echo(f"castor chat: {loaded.name}. {_HELP}", err=True)
     converse(
-        model,
+        loaded,
         sampling,
         system=system,
         fits=max_new_tokens is None,

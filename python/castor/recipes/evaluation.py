@@ -9,7 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,88 +23,17 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
-from lm_eval.utils import (
-    handle_non_serializable,
-    hash_string,
-    sanitize_list,
-    simple_parse_args_string,
-)
-from transformers import GenerationConfig
+from lm_eval.utils import handle_non_serializable, hash_string, sanitize_list
 
 from castor.checkpoint import latest
 from castor.checkpoint.files import write_file
 from castor.config import did_you_mean
 from castor.errors import UsageError
+from castor.recipes.evaluate import Questions
 from castor.recipes.models import InferenceModel, find_model, load_for_inference
 from castor.recipes.runs import EVALUATIONS, RECIPE, checkpoints
 
 _YAML = (".yaml", ".yml")
-_OF_LM_EVAL = ("until", "max_gen_toks")
-"""lm-eval's own arguments of generation."""
-_BY_LM_EVAL = {"use_cache", "pad_token_id", "max_length"}
-"""Arguments of transformers that lm-eval gives itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Questions:
-    """The tasks that a model is evaluated on, and how lm-eval puts them to it."""
-
-    tasks: tuple[str, ...]
-    """Names or patterns of lm-eval's tasks, groups and tags, YAML files, or folders of these."""
-    include: Path | None = None
-    """Folder with further tasks, which take precedence over lm-eval's own."""
-    num_fewshot: int | None = None
-    """Number of examples before each question; None: the task's own."""
-    batch_size: int = 1
-    """Sequences in one forward."""
-    limit: float | None = None
-    """Documents of each task: a number, or a share below 1; None: all."""
-    max_length: int | None = None
-    """Most tokens of question and answer together; None: the model's positions."""
-    apply_chat_template: bool = False
-    """Whether questions become conversations, by the tokenizer's chat template."""
-    log_samples: bool = False
-    """Whether the results have every question with its answer."""
-    seed: int | None = None
-    """Seed of all random generators; None: lm-eval's defaults."""
-    run_unsafe_code: bool = False
-    """Whether tasks may run the code that the model writes."""
-    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of generation, which take the place of the tasks' own of the same names."""
-
-    def __post_init__(self) -> None:
-        if not self.tasks:
-            raise UsageError("--tasks names no task; give some, such as --tasks boolq,gsm8k")
-        known = sorted({*vars(GenerationConfig()), *_OF_LM_EVAL} - _BY_LM_EVAL)
-        for name in self.gen_kwargs:
-            if name not in known or name.startswith("_"):
-                others = f"; give those of GenerationConfig, {' or '.join(_OF_LM_EVAL)}"
-                raise UsageError(
-                    f"--gen-kwargs: there is no argument of generation {name!r}"
-                    f"{did_you_mean(name, known) or others}"
-                )
-        limit = self.limit
-        if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
-            raise UsageError(f"--limit is {limit:g}; give a number of documents or a share below 1")
-
-
-def gen_kwargs_of(text: str) -> dict[str, Any]:
-    """Returns arguments of generation, given as lm-eval takes them: a=1,b=2 or an object of JSON.
-
-    Raises:
-        UsageError: The text is neither.
-    """
-    try:
-        found = json.loads(text) if text.lstrip().startswith("{") else None
-    except ValueError as error:
-        raise UsageError(f"--gen-kwargs {text} is no JSON: {error}") from error
-    if found is None and not all("=" in one for one in text.split(",")):
-        raise UsageError(
-            f"--gen-kwargs {text}: give NAME=VALUE, such as temperature=0.7,do_sample=true, or an "
-            "object of JSON"
-        )
-    arguments: dict[str, Any] = simple_parse_args_string(text) if found is None else found
-    return arguments
 
 
 class BoostedLM(HFLM):  # type: ignore[misc]
@@ -217,7 +146,7 @@ def evaluate(
                 numpy_random_seed=None,
                 torch_random_seed=seeds["torch_seed"],
                 fewshot_random_seed=seeds["fewshot_seed"],
-                confirm_run_unsafe_code=questions.run_unsafe_code,
+                confirm_run_unsafe_code=questions.confirm_run_unsafe_code,
             )
         except BaseException as error:
             print(file=sys.stderr)  # ends the line of a progress bar
@@ -295,7 +224,7 @@ def load_tasks(questions: Questions, metadata: Mapping[str, Any]) -> list[Any]:
             f"--gen-kwargs is given, and none of the tasks {', '.join(loaded)} generates text; "
             "leave it out"
         )
-    if unsafe is not None and not questions.run_unsafe_code:
+    if unsafe is not None and not questions.confirm_run_unsafe_code:
         raise UsageError(
             f"the task {unsafe!r} runs code that the model writes, on this machine; "
             "--confirm-run-unsafe-code allows it"

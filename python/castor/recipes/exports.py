@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from castor.checkpoint.hub_names import hub_names_of
 from castor.checkpoint.model import model_files, write_configs, write_index
 from castor.checkpoint.staging import recover, staged
 from castor.errors import UsageError
+from castor.recipes.export import Export
 from castor.recipes.model_card import Card, base_name, write_card
 from castor.recipes.models import (
     check_vocabulary,
@@ -37,30 +37,6 @@ _LAYOUTS = {"safetensors": tuple(DTYPES), "gguf": (*DTYPES, "q8_0")}
 _SHARD_BYTES = 5 * 10**9
 _LEGAL = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 """Files that belong to weights wherever they go."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """The arguments of `castor export`."""
-
-    path: Path
-    """A model folder, a folder of adapters, or a run."""
-    out: Path
-    """Folder to write."""
-    layout: str = "safetensors"
-    """Format: "safetensors" or "gguf"."""
-    merge_adapter: bool = False
-    """Whether adapters are merged into the weights of their base."""
-    dtype: str | None = None
-    """Type of the weights in the folder; None: that of the source."""
-    shard_bytes: int | None = None
-    """Bytes of tensors in a safetensors file; None: 5 GB."""
-    overwrite: bool = False
-    """Whether a model in the folder is replaced."""
-    base: Path | None = None
-    """The model folder that adapters belong to; None: the one that they name."""
-    tokenizer: Path | None = None
-    """Folder of the tokenizer; None: the model's, the adapters' or the base's."""
 
 
 def write_export(asked: Export) -> str:

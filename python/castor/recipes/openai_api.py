@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from castor.errors import Error, OutOfMemoryError, UsageError
-from castor.recipes.addresses import is_loopback
 from castor.recipes.generation import (
     Answer,
     Sampling,
@@ -31,6 +30,7 @@ from castor.recipes.generation import (
     generate,
 )
 from castor.recipes.models import InferenceModel
+from castor.recipes.serve import Limits, is_loopback
 from castor.recipes.turns import QueueFullError, Turn, Turns
 
 _COMPLETION_TOKENS = 16
@@ -40,20 +40,6 @@ _UNBOUNDED_TOKENS = 1024
 _MOST_ANSWERS = 16
 _BODY_SECONDS = 60.0
 """Seconds in which a client must have sent its request."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The most that a client may ask of the server."""
-
-    max_new_tokens: int | None = None
-    """Tokens of an answer; None: as many as the model has positions for."""
-    max_body_bytes: int = 4 * 2**20
-    """Bytes of a request."""
-    max_seconds: float = 600.0
-    """Seconds that the computing of a request takes."""
-    max_waiting: int = 64
-    """Requests that wait while another one is computed."""
 
 
 class ApiError(Exception):

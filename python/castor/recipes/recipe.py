@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -15,6 +16,7 @@ from castor.config.settings import SIZES
 from castor.errors import UsageError
 from castor.integrations.check_settings import check_settings
 from castor.launch.settings import check_paths
+from castor.recipes.evaluate import Questions
 
 Format = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text", "megatron"
@@ -30,6 +32,10 @@ LEARNING_RATES: dict[Method, float] = {"sft": 2e-5, "dpo": 1e-6, "reward": 1e-4,
 """Default learning rates of all weights; adapters get ten times as much."""
 
 _OWN_NAME = "castor-torch"
+_SPEAKING = (("memory",), ("evaluate",))
+"""Sections that are checked as a whole: the message names the setting."""
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+"""Pydantic's faults of names that a section has not."""
 _AboveZero = Annotated[int, Field(ge=1)]
 _Share = Annotated[float, Field(ge=0)]
 
@@ -204,29 +210,6 @@ class OutputSection(_Section):
     """Number of checkpoints that stay; None: all."""
 
 
-class EvaluateSection(_Section):
-    """Tasks of lm-eval that the trained model is evaluated on at the end."""
-
-    tasks: Annotated[list[str], Field(min_length=1)]
-    """Names or patterns of tasks, YAML files, or folders of these."""
-    include: str | None = None
-    """Folder with YAML files of further tasks."""
-    num_fewshot: Annotated[int, Field(ge=0)] | None = None
-    """Number of examples before a question; None: the task's own."""
-    batch_size: _AboveZero = 1
-    """Sequences in one forward."""
-    limit: Annotated[float, Field(gt=0)] | None = None
-    """Documents of each task: a number, or a share below 1; None: all."""
-    max_length: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of a sequence; None: the model's positions."""
-    apply_chat_template: bool = False
-    """Whether questions become conversations, by the tokenizer's chat template."""
-    log_samples: bool = False
-    """Whether every question and its answer are written too."""
-    gen_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of generation, in place of the tasks' own."""
-
-
 class Recipe(_Section):
     """A whole recipe. A recipe that `load` returned is resolved: its paths are absolute."""
 
@@ -239,7 +222,8 @@ class Recipe(_Section):
     as a section that is left out does. `budgets.with_budgets` chooses the budgets that lack."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     log: LogSection = Field(default_factory=LogSection)
-    evaluate: EvaluateSection | None = None
+    evaluate: Questions | None = None
+    """Tasks of lm-eval that the trained model is evaluated on at the end."""
     output: OutputSection
     versions: dict[str, str] = Field(default_factory=dict)
     """Versions of the libraries that a run was made with; empty in a recipe by hand."""
@@ -385,7 +369,8 @@ def _make_absolute(recipe: Recipe) -> None:
     if data.chat_template is not None:
         data.chat_template = _absolute(data.chat_template)
     if recipe.evaluate is not None and recipe.evaluate.include is not None:
-        recipe.evaluate.include = _absolute(recipe.evaluate.include)
+        include = Path(_absolute(str(recipe.evaluate.include)))
+        recipe.evaluate = replace(recipe.evaluate, include=include)
     recipe.output.dir = str(Path(recipe.output.dir).expanduser().absolute())
 
 
@@ -460,11 +445,11 @@ class _Tree:
         faults = error.errors()
         # A name that is misspelled is lacking too. A choice of types has a fault for each: the one
         # that went deepest says most.
-        unknown = (fault for fault in faults if fault["type"] == "extra_forbidden")
+        unknown = (fault for fault in faults if fault["type"] in _UNKNOWN)
         first = next(unknown, faults[0])["loc"][:2]
         fault = max((f for f in faults if f["loc"][:2] == first), key=lambda f: len(f["loc"]))
         keys = self._known(fault["loc"])
-        if fault["type"] == "extra_forbidden":
+        if fault["type"] in _UNKNOWN:
             *section, name = keys
             known = _names_of(section)
             where = f"{'.'.join(section)} has" if section else "a recipe has"
@@ -482,8 +467,8 @@ class _Tree:
         place = self.place(keys, message)
         if not keys:  # a contradiction between settings, which the message names
             return RecipeError(f"{place}: {message}")
-        if keys == ("memory",):
-            return RecipeError(f"{place}: memory: {message}")
+        if keys in _SPEAKING:
+            return RecipeError(f"{place}: {name}: {message}")
         return RecipeError(f"{place}: {name} is {fault['input']!r}: {message}")
 
     def place(self, keys: Sequence[str], message: str = "") -> str:
@@ -494,7 +479,7 @@ class _Tree:
             message: A text that may name the setting further.
         """
         found = tuple(keys)
-        if found in ((), ("memory",)):
+        if found in ((), *_SPEAKING):
             words = message.replace(":", " ").replace("'", " ").replace("=", " ").split()
             named = {".".join(path[len(found) :]): path for path in self._places if path > found}
             found = next((named[word] for word in words if word in named), found)
@@ -540,5 +525,9 @@ def _names_of(section: Sequence[str]) -> list[str]:
         annotation = kind.model_fields[name].annotation
         kinds = [annotation, *get_args(annotation)]
         kinds += [inner for one in kinds for inner in get_args(one)]
-        kind = next(one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel))
-    return list(kind.model_fields)
+        kind = next(one for one in kinds if isinstance(one, type) and _is_section(one))
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else list(kind.model_fields)
+
+
+def _is_section(kind: type) -> bool:
+    return issubclass(kind, BaseModel) or is_dataclass(kind)

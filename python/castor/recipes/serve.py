@@ -7,24 +7,50 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from castor import memory_options
-from castor.recipes import options, require
-from castor.recipes.addresses import is_loopback
+from castor.options import Memory, ModelPaths, from_fields, read_size
+from castor.recipes import require
 
 _GRACE_SECONDS = 5
 """Seconds that open connections have for their last words when the server ends."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The most that a client may ask of the server."""
+
+    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None
+    """Most tokens of an answer. Default: as many as the model has positions for."""
+    max_waiting: Annotated[int, typer.Option("--max-queue", min=0)] = 64
+    """Requests that may wait while another one is computed; further ones get HTTP 429."""
+    max_seconds: float = 600.0
+    """Seconds of computing of a request."""
+    max_body_bytes: Annotated[
+        int,
+        typer.Option("--max-body"),
+        read_size("--max-body"),
+    ] = 4 * 2**20
+    """Size of a request. Default: 4MiB."""
+
+    def __post_init__(self) -> None:
+        if not self.max_seconds > 0:
+            raise ValueError(f"--max-seconds is {self.max_seconds:g}; it must be more than 0")
+
+
+@from_fields
 def serve(
-    path: options.ModelPath,
+    paths: ModelPaths,
+    limits: Limits,
+    memory: Memory,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
@@ -37,49 +63,21 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="Name of the model for clients. Default: the folder's.")
     ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of an answer. Default: the model's.", min=1)
-    ] = None,
-    max_queue: Annotated[
-        int, typer.Option(help="Requests that may wait; further ones get HTTP 429.", min=0)
-    ] = 64,
-    max_seconds: Annotated[float, typer.Option(help="Seconds of computing of a request.")] = 600.0,
-    max_body: Annotated[str, typer.Option(help="Size of a request.")] = "4MiB",
-    base: options.Base = None,
-    tokenizer: options.TokenizerPath = None,
-    device_memory: memory_options.DeviceMemory = None,
-    host_memory: memory_options.HostMemory = None,
-    device: memory_options.Device = None,
-    precision: options.Precision = None,
-    nvme: memory_options.Nvme = None,
-    config: memory_options.Config = None,
-    settings: memory_options.Settings = None,
 ) -> None:
     """Serve a model over OpenAI's HTTP interface, in a memory budget."""
-    from castor.config import parse_bytes
-    from castor.errors import UsageError
-
-    chosen = memory_options.read_options(
-        config, settings, nvme=nvme, device_memory=device_memory, host_memory=host_memory,
-        device=device, precision=precision,
-    )  # fmt: skip
-    body_bytes = parse_bytes(max_body, "--max-body")
-    if not max_seconds > 0:
-        raise UsageError(f"--max-seconds is {max_seconds:g}; it must be more than 0")
+    settings = memory.arguments() or {}
     keys = checked_keys(host, api_key or [])
     require("castor serve", "transformers", "fastapi", "uvicorn", "jinja2")
     with contextlib.closing(listening(host, port)) as listener:
         import transformers
 
         from castor.recipes.models import load_for_inference
-        from castor.recipes.openai_api import Api, Limits
+        from castor.recipes.openai_api import Api
 
         transformers.logging.set_verbosity_error()
-        model = load_for_inference(path, settings=chosen or {}, base=base, tokenizer=tokenizer)
-        limits = Limits(
-            max_new_tokens=max_new_tokens, max_body_bytes=body_bytes,
-            max_seconds=max_seconds, max_waiting=max_queue,
-        )  # fmt: skip
+        model = load_for_inference(
+            paths.path, settings=settings, base=paths.base, tokenizer=paths.tokenizer
+        )
         api = Api(model, name=name or model.name, keys=keys, limits=limits)
         where = listener.getsockname()
         shown = f"[{where[0]}]" if ":" in where[0] else where[0]
@@ -132,6 +130,14 @@ def checked_keys(host: str, keys: Sequence[str]) -> list[str]:
             "must show, or serve at 127.0.0.1"
         )
     return list(keys)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host name or an IP address, without a port, means this machine alone."""
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from castor.recipes.addresses import is_loopback
+from castor.recipes.serve import is_loopback
 
 _HEADERS = {
     "content-security-policy": (

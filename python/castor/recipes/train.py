@@ -26,7 +26,6 @@ from castor.recipes.runs import EVALUATIONS, LOG, RECIPE, checkpoints, versions
 
 if TYPE_CHECKING:
     from castor.recipes.data.prepare import Prepared
-    from castor.recipes.evaluation import Questions
 
 _STATE = "trainer_state.json"
 """File that the Trainer writes last, into each checkpoint and at the end into the run's folder."""
@@ -64,7 +63,12 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
         require("method.adapter: qlora", "bitsandbytes", remedy=instead)
     for name in recipe.log.to:
         require(f"log.to: {name}", name, remedy=f"{name}, or leave it out")
-    questions = None if recipe.evaluate is None else _checked_questions(recipe)
+    questions = recipe.evaluate
+    if questions is not None:
+        require("evaluate in a recipe", "lm_eval")
+        from castor.recipes.evaluation import load_tasks
+
+        load_tasks(questions, {"pretrained": recipe.output.dir})
     _check_model(recipe)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     _compare_versions(path, recipe, console)
@@ -111,26 +115,6 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
         settings = without_training(recipe.memory)
         evaluate_and_write(run, questions, settings=settings, output=run / EVALUATIONS)
     return status
-
-
-def _checked_questions(recipe: Recipe) -> Questions:
-    """Returns the questions of a recipe, whose tasks can be loaded.
-
-    Raises:
-        UsageError: A task is unknown, or cannot be loaded.
-        ModuleNotFoundError: lm-eval is not installed.
-    """
-    require("evaluate in a recipe", "lm_eval")
-    from castor.recipes import evaluation
-
-    assert recipe.evaluate is not None
-    section = recipe.evaluate.model_dump()
-    include = section.pop("include")
-    questions = evaluation.Questions(
-        tasks=tuple(section.pop("tasks")), include=include and Path(include), **section
-    )
-    evaluation.load_tasks(questions, {"pretrained": recipe.output.dir})
-    return questions
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
