@@ -15,9 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from castor import checkpoint
-from castor.booster_checkpoints import Checkpoints
+from castor.booster_checkpoints import Checkpoints, absolute, check_only
 from castor.checkpoint.adapters import with_adapters
-from castor.checkpoint.arguments import absolute, check_only
 from castor.distributed import Asked, Criterion, schedule_of
 from castor.errors import UsageError
 from castor.optim.released import RunCounts, release_optimizers

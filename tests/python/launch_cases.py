@@ -10,7 +10,7 @@ from torch import distributed, multiprocessing
 
 import castor
 from castor.config.memory import host_memory
-from castor.runtime.launched import rank_of_node, ranks_of_node
+from castor.runtime.ranks import rank_of_node, ranks_of_node
 from rank_processes import held_port
 
 RANKS = 2

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import castor
 from accelerator import Accelerator
 from castor import AsyncLoader
-from castor.checkpoint.rank_sampler import RankSampler
-from castor.checkpoint.values import decode, encode
+from castor.checkpoint.dataloader import RankSampler
+from castor.checkpoint.documents import decode, encode
 from helpers import boost, plugin
 from rank_processes import run_python
 from test_forks import in_child

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import castor
 import grids
-from castor.checkpoint.tensor_bytes import memory_of
+from castor.checkpoint.container import memory_of
 from helpers import boost, equal, plugin
 
 BOOSTER = castor.Booster(plugin=plugin())

@@ -18,8 +18,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import castor
 from castor.checkpoint import make_resumable
-from castor.checkpoint.rank_sampler import RankSampler
-from castor.checkpoint.values import decode, encode
+from castor.checkpoint.dataloader import RankSampler
+from castor.checkpoint.documents import decode, encode
 from helpers import plugin
 from zoo import tower, tower_batch
 

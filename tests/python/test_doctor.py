@@ -14,8 +14,7 @@ from rich.console import Console
 from castor import doctor
 from castor.config.memory import host_memory
 from castor.doctor import Facts, Finding, Gpu, NumaNode, NvmePath
-from castor.doctor.facts import chosen, cpu_name, cpu_quota, io_uring_error
-from castor.doctor.nvme import measure_nvme
+from castor.doctor.facts import chosen, cpu_name, cpu_quota, io_uring_error, measure_nvme
 from castor.runtime.rank_cores import RankPlace
 
 GIB = 1 << 30

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from xxhash import xxh3_128_hexdigest
 
 from castor.checkpoint import names
-from castor.checkpoint.container import ComputedTensor, write_files
+from castor.checkpoint.container import ComputedTensor, memory_of, pieces, write_files
 from castor.checkpoint.files import PIECE_BYTES, NewFile, read_pieces, write_behind, write_file
 from castor.checkpoint.pace import Pace
-from castor.checkpoint.tensor_bytes import memory_of, pieces
 from castor.checkpoint.writer import Writer
 from castor.runtime.model_shards import Runs
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import launch_cases
-from castor.runtime.launched import launched_size, rank_of_node, ranks_of_node
+from castor.runtime.ranks import launched_size, rank_of_node, ranks_of_node
 from rank_processes import run, run_python, succeeded
 
 TORCH = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}

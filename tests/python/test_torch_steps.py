@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import castor
-from castor.checkpoint.rank_sampler import RankSampler
+from castor.checkpoint.dataloader import RankSampler
 from helpers import losses_of_plain
 from zoo import CASES, tower, tower_batch, tower_loss
 

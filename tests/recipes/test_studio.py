@@ -375,7 +375,7 @@ def test_tabs_of_evaluation_and_export_are_there_where_the_commands_are(
 
 
 def test_output_is_escaped_and_keeps_its_colours() -> None:
-    from castor.recipes.studio_views import as_html
+    from castor.recipes.studio_jobs import as_html
 
     shown = as_html("<b>\x1b[2mdim\x1b[0m \x1b[1;32mcounted\x1b[0m", "castor x '<i>'")
     assert "&lt;b&gt;" in shown
@@ -385,7 +385,7 @@ def test_output_is_escaped_and_keeps_its_colours() -> None:
 
 
 def test_evaluations_are_a_table_with_a_column_for_each(tmp_path: Path) -> None:
-    from castor.recipes.studio_views import evaluations
+    from castor.recipes.studio_jobs import evaluations
 
     assert evaluations(tmp_path).empty
     for name, value in (("after", 0.5), ("before", 0.25)):

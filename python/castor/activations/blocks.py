@@ -24,12 +24,17 @@ from castor.activations.tight import StepSimulator, Tight
 from castor.activations.tiles import TiledForward, is_tiled, tile_mlps, tiled_submodules
 from castor.config import Activations, BlockChoice, GeminiConfig
 from castor.errors import OutOfMemoryError, UsageError
-from castor.runtime.block_policy import BlockPolicy
-from castor.runtime.blocks import compiled_submodules, find_blocks, has_switch
+from castor.runtime.blocks import BlockPolicy, compiled_submodules, find_blocks, has_switch
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import Engine
-from castor.runtime.hooks import Around, ModuleHook, Replaced, compiled_calls
-from castor.runtime.own_forward import ForwardAround, has_own_forward
+from castor.runtime.hooks import (
+    Around,
+    ForwardAround,
+    ModuleHook,
+    Replaced,
+    compiled_calls,
+    has_own_forward,
+)
 from castor.runtime.report import BlockFigures
 
 _NAMED = 4

@@ -24,11 +24,12 @@ from castor.activations.tiled_loss import (
     ALL_ROWS,
     DeferredGradient,
     LazyGradient,
+    LocalColumns,
     Loss,
+    VocabParallelLoss,
     backward_of_rows,
     tiled_backward,
 )
-from castor.activations.vocab_parallel_loss import LocalColumns, VocabParallelLoss
 
 
 class HeadFunction(torch.autograd.Function):

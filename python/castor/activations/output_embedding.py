@@ -13,7 +13,7 @@ from castor.config import GeminiConfig, TileLogits
 from castor.errors import UsageError
 from castor.runtime.blocks import is_compiled
 from castor.runtime.engine import Engine
-from castor.runtime.own_forward import OwnForward, has_own_forward
+from castor.runtime.hooks import OwnForward, has_own_forward
 
 TILE_BYTES = 16 * 2**20
 TILE_SHARE = 64

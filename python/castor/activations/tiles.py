@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from castor.activations.block_profile import Tiles
-from castor.activations.random_states import RandomStates
 from castor.activations.recompute import (
+    RandomStates,
     Recomputation,
     refuse_changeable,
     routes,
@@ -21,7 +21,7 @@ from castor.activations.recompute import (
 )
 from castor.errors import UsageError
 from castor.runtime.blocks import is_compiled
-from castor.runtime.own_forward import OwnForward, has_own_forward
+from castor.runtime.hooks import OwnForward, has_own_forward
 
 MLP_NAMES = frozenset({"mlp", "ffn", "ff", "feed_forward", "DenseReluDense"})
 """Names of the part of a block that maps each token by itself."""

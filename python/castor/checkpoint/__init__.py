@@ -6,11 +6,10 @@ from castor.checkpoint.model import save_model
 from castor.checkpoint.model_load import prepare_load_model
 from castor.checkpoint.optimizer import driver_of, save_optimizer
 from castor.checkpoint.optimizer_load import prepare_load_optimizer
-from castor.checkpoint.rank_checks import check_equal_saves, ready_on_all
+from castor.checkpoint.ranks import LocalShards, check_equal_saves, ready_on_all
 from castor.checkpoint.reading import Reading, Saving, at_once
 from castor.checkpoint.run import CheckpointInfo, latest, prepare_load, process_state, save
 from castor.checkpoint.scheduler import load_lr_scheduler, save_lr_scheduler
-from castor.checkpoint.serve import LocalShards
 from castor.checkpoint.shares import Share
 
 __all__ = [

@@ -7,8 +7,10 @@ checked their structure.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +19,59 @@ from typing import Any
 import torch
 
 from castor import _C
-from castor.checkpoint.files import FileEntry, NewFile, Piece, fsync_file, write_behind
+from castor.checkpoint.files import PIECE_BYTES, FileEntry, NewFile, Piece, fsync_file, write_behind
 from castor.checkpoint.pace import Pace
-from castor.checkpoint.tensor_bytes import DTYPE_NAMES, pieces
-from castor.checkpoint.write_behind import WriteBehind
+from castor.checkpoint.writer import WriteBehind
 from castor.errors import CheckpointError
 from castor.lazy.files import DTYPES
+
+# --- The bytes of tensors, a piece at a time, without copies where that is possible ---------------
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Names of types in the safetensors format."""
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the memory of a contiguous CPU tensor, without numpy; the caller keeps it alive."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yields the elements of a tensor in row-major order, as pieces of PIECE_BYTES at most.
+
+    Contiguous CPU tensors are not copied; others are, one piece at a time. A piece is valid until
+    the next one is asked for.
+    """
+    tensor = tensor.detach()
+    on_host = tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+    if on_host and tensor.is_contiguous():
+        memory = memory_of(tensor)
+        for start in range(0, len(memory), PIECE_BYTES):
+            yield memory[start : start + PIECE_BYTES]
+        return
+    if tensor.nbytes == 0:
+        return
+    # Not from malloc: its heap would grow by several such buffers, and fragmentation would keep it.
+    scratch = torch.frombuffer(mmap.mmap(-1, min(tensor.nbytes, PIECE_BYTES)), dtype=torch.uint8)
+    for part in _parts(tensor):
+        copy = scratch[: part.nbytes].view(part.dtype).view(part.shape)
+        yield memory_of(copy.copy_(part))
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields views of PIECE_BYTES at most, in row-major order."""
+    if tensor.nbytes <= PIECE_BYTES:
+        yield tensor
+    elif (row_bytes := tensor.nbytes // tensor.shape[0]) > PIECE_BYTES:
+        for row in tensor:
+            yield from _parts(row)
+    else:
+        yield from tensor.split(PIECE_BYTES // row_bytes)
+
+
+# --- container ------------------------------------------------------------------------------------
 
 _LENGTH_BYTES = 8
 _LIBRARY_ORDER = (

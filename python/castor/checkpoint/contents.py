@@ -22,6 +22,7 @@ from castor.checkpoint.container import (
     SavedTensor,
     StoredTensor,
     bytes_of,
+    memory_of,
     read_header,
     read_headers,
     write_files,
@@ -39,7 +40,6 @@ from castor.checkpoint.manifest import (
 from castor.checkpoint.model import model_files, weight_files, write_model
 from castor.checkpoint.optimizer import DESCRIPTION, FORMAT, OptimizerState, write_optimizer
 from castor.checkpoint.run import find, optimizer_parts, parts_and_files, read_trainer, seal_run
-from castor.checkpoint.tensor_bytes import memory_of
 from castor.errors import CheckpointError
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp", ".msgpack", ".h5", ".onnx", ".gguf"}

@@ -10,9 +10,13 @@ from typing import Any, Literal, cast, get_args
 
 from castor.checkpoint.adapters import CONFIG as ADAPTER_CONFIG
 from castor.checkpoint.changes import (
+    BuildModel,
     by_parameter,
     check_states,
+    hub_names_in,
     in_dtype,
+    in_names_of_model,
+    in_order,
     values,
     with_ties,
 )
@@ -26,12 +30,6 @@ from castor.checkpoint.contents import (
     room_for,
     write_castor,
     write_hf,
-)
-from castor.checkpoint.convert_names import (
-    BuildModel,
-    hub_names_in,
-    in_names_of_model,
-    in_order,
 )
 from castor.checkpoint.dcp import METADATA, read_dcp, write_dcp
 from castor.checkpoint.files import os_errors

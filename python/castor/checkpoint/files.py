@@ -13,8 +13,7 @@ from pathlib import Path
 
 from castor import _C
 from castor.checkpoint.names import lock, temporary_name
-from castor.checkpoint.write_behind import WriteBehind
-from castor.checkpoint.writer import Writer
+from castor.checkpoint.writer import WriteBehind, Writer
 from castor.errors import IoError
 
 PIECE_BYTES = 4 * 2**20

@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from castor.checkpoint.container import ComputedTensor, SavedTensor
-from castor.checkpoint.full_tensors import full_shape
-from castor.checkpoint.snapshot import SnapshotTensor
+from castor.checkpoint.snapshot import SnapshotTensor, full_shape
 from castor.errors import CheckpointError
 from castor.lazy.replay import in_own_pages
 from castor.runtime.boosted_model import compiled_from

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from castor.checkpoint.container import read_header
+from castor.checkpoint.documents import read_sealed, seal
 from castor.checkpoint.files import FileEntry, checksum_of, write_file
-from castor.checkpoint.sealed_json import read_sealed, seal
 from castor.errors import CheckpointError
 
 RUN_MANIFEST = "manifest.json"

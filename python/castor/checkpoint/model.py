@@ -27,19 +27,13 @@ from castor.checkpoint.container import (
     in_library_order,
     split,
 )
+from castor.checkpoint.documents import canonical
 from castor.checkpoint.files import (
     OVERHEAD_BYTES,
     FileEntry,
     adopt_file,
     os_errors,
     write_file,
-)
-from castor.checkpoint.full_tensors import (
-    full_adapters,
-    full_dtensors,
-    full_keys,
-    full_model_tensors,
-    local_targets,
 )
 from castor.checkpoint.hub_names import ConvertedTensor, HubNames, hub_names_of, record_of
 from castor.checkpoint.manifest import (
@@ -49,9 +43,15 @@ from castor.checkpoint.manifest import (
     write_manifest,
 )
 from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
-from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.shares import Share
-from castor.checkpoint.snapshot import snapshot_weights
+from castor.checkpoint.snapshot import (
+    full_adapters,
+    full_dtensors,
+    full_keys,
+    full_model_tensors,
+    local_targets,
+    snapshot_weights,
+)
 from castor.checkpoint.staging import carry_over, staged
 from castor.errors import CheckpointError
 from castor.runtime.boosted_model import compiled_from, name_before_compile

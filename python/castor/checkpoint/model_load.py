@@ -15,14 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from castor.checkpoint import adapters
-from castor.checkpoint.container import StoredTensor, read_headers
-from castor.checkpoint.full_tensors import (
-    full_adapters,
-    full_keys,
-    full_shape,
-    local_shard,
-    local_targets,
-)
+from castor.checkpoint.container import StoredTensor, pieces, read_headers
 from castor.checkpoint.hub_names import (
     PlannedTensor,
     hub_names_of,
@@ -32,9 +25,15 @@ from castor.checkpoint.hub_names import (
 )
 from castor.checkpoint.manifest import PART_MANIFEST, read_hub, verify
 from castor.checkpoint.model import INDEX, SINGLE_FILE, kept_keys, state_of, weight_files
-from castor.checkpoint.rank_checks import ReadyLoad, contents_of
+from castor.checkpoint.ranks import ReadyLoad, contents_of
+from castor.checkpoint.snapshot import (
+    full_adapters,
+    full_keys,
+    full_shape,
+    local_shard,
+    local_targets,
+)
 from castor.checkpoint.staging import recover
-from castor.checkpoint.tensor_bytes import pieces
 from castor.config.names import LoadedWeights
 from castor.errors import CheckpointError
 from castor.lazy import LazyInitContext, give_each

@@ -22,20 +22,21 @@ from castor.checkpoint.container import (
     check_savable,
     split,
 )
+from castor.checkpoint.documents import canonical, encode
 from castor.checkpoint.files import OVERHEAD_BYTES, FileEntry, write_file
-from castor.checkpoint.full_tensors import (
+from castor.checkpoint.model import seal_part
+from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
+from castor.checkpoint.shares import Share
+from castor.checkpoint.snapshot import (
+    Shard,
     full_dtensors,
     full_names,
     full_optimizer_state,
     shape_of_scales,
+    shard_of_weights,
+    snapshot,
 )
-from castor.checkpoint.model import seal_part
-from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
-from castor.checkpoint.sealed_json import canonical
-from castor.checkpoint.shares import Share
-from castor.checkpoint.snapshot import Shard, shard_of_weights, snapshot
 from castor.checkpoint.staging import staged
-from castor.checkpoint.values import encode
 from castor.errors import CheckpointError, UsageError
 from castor.runtime.engine import Engine
 

@@ -15,12 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.checkpoint.container import StoredTensor, read_headers
-from castor.checkpoint.full_tensors import full_shape, local_shard, remote_names
+from castor.checkpoint.documents import decode
 from castor.checkpoint.manifest import PART_MANIFEST, verify
 from castor.checkpoint.optimizer import DESCRIPTION, FORMAT, driver_of, names_of
-from castor.checkpoint.rank_checks import ReadyLoad, contents_of
+from castor.checkpoint.ranks import ReadyLoad, contents_of
+from castor.checkpoint.snapshot import full_shape, local_shard, remote_names
 from castor.checkpoint.staging import recover
-from castor.checkpoint.values import decode
 from castor.errors import CheckpointError, UsageError
 from castor.runtime.rules import MASTER, FusedRule, rule_like
 from castor.runtime.shards import fill, own_shard

@@ -12,7 +12,7 @@ import torch
 from castor.errors import CheckpointError
 
 Snapshot = dict[str, Any]
-"""State of each generator by its name, in types that castor.checkpoint.values can encode."""
+"""State of each generator by its name, in types that castor.checkpoint.documents can encode."""
 
 
 def snapshot() -> Snapshot:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from castor.checkpoint import rng
 from castor.checkpoint.container import SavedTensor, bytes_of, split
+from castor.checkpoint.documents import canonical, decode, encode
 from castor.checkpoint.files import OVERHEAD_BYTES, FileEntry, os_errors, write_file
 from castor.checkpoint.hub_names import hub_names_of
 from castor.checkpoint.manifest import (
@@ -39,12 +40,10 @@ from castor.checkpoint.optimizer import (
     write_optimizer,
 )
 from castor.checkpoint.optimizer_load import prepare_optimizer
-from castor.checkpoint.rank_checks import ReadyLoad, contents_of
+from castor.checkpoint.ranks import ReadyLoad, contents_of
 from castor.checkpoint.reading import Reading, Saving, share_of, taken, write_of
 from castor.checkpoint.scheduler import scheduler_document, scheduler_state
-from castor.checkpoint.sealed_json import canonical
 from castor.checkpoint.staging import carry_over, delete, recover, recover_all, staged
-from castor.checkpoint.values import decode, encode
 from castor.errors import CheckpointError, UsageError
 from castor.runtime.boosted_model import boosted_models_holding
 
@@ -100,7 +99,7 @@ def save(
         lr_scheduler: Any object with a state_dict, or None.
         processes: process_state of each rank, in rank order.
         step: Number of the step; None: the boosted model's own count.
-        extra: Any value that castor.checkpoint.values.encode takes.
+        extra: Any value that castor.checkpoint.documents.encode takes.
         keep: Number of complete checkpoints to leave in `root`; None: all of them.
         max_bytes: Bytes of tensors in one file; None: one file.
         reading: The snapshot that the save reads, where training goes on meanwhile or several

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from castor.checkpoint.documents import decode, encode, read_sealed, seal
 from castor.checkpoint.files import OVERHEAD_BYTES, check_room, fsync_directory, os_errors
 from castor.checkpoint.files import write_file as _write_file
-from castor.checkpoint.sealed_json import read_sealed, seal
 from castor.checkpoint.staging import remove_leftovers
-from castor.checkpoint.values import decode, encode
 from castor.errors import CheckpointError
 
 _FORMAT = "castor-lr-scheduler-1"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from castor import _C
-from castor.checkpoint.container import Tensors, layout_of
+from castor.checkpoint.container import Tensors, layout_of, pieces
 from castor.checkpoint.files import (
     FileEntry,
     fsync_file,
@@ -23,9 +23,7 @@ from castor.checkpoint.files import (
 from castor.checkpoint.hub_names import ConvertedTensor, own_runs
 from castor.checkpoint.pace import Pace
 from castor.checkpoint.snapshot import SnapshotTensor
-from castor.checkpoint.tensor_bytes import pieces
-from castor.checkpoint.write_behind import WriteBehind
-from castor.checkpoint.writer import Writer
+from castor.checkpoint.writer import WriteBehind, Writer
 from castor.runtime.rank_group import RankGroup, sendable
 from castor.runtime.waits import served_by_another
 

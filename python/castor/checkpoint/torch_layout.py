@@ -22,12 +22,11 @@ from castor.checkpoint.contents import (
     in_files,
     listed,
 )
+from castor.checkpoint.documents import decode, encode, read_sealed, seal
 from castor.checkpoint.files import write_file
 from castor.checkpoint.manifest import PART_MANIFEST, read_hub, verify
 from castor.checkpoint.model import seal_part
 from castor.checkpoint.optimizer import FORMAT, OptimizerState
-from castor.checkpoint.sealed_json import read_sealed, seal
-from castor.checkpoint.values import decode, encode
 from castor.errors import CheckpointError
 from castor.runtime.rules import ADAM, CLASSES, RULES, FusedRule, rule_like, rule_with
 

@@ -11,8 +11,8 @@ from castor.config.names import (
     StateFormat,
     TileLogits,
     ZeroStage,
+    did_you_mean,
 )
-from castor.config.nearest import did_you_mean
 from castor.config.settings import (
     ChunkArguments,
     GeminiArguments,

@@ -1,13 +1,29 @@
-"""Names of choices, as users write them and as castor._C takes and gives them.
-
-tests/python/test_config.py compares them with the C++ enums (csrc/python/names.h). The names of a
-trace's events are in event_names.py.
-"""
+"""Names of choices, and the known name that an unknown one probably meant."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Literal
+
+# --- Suggests the known name that an unknown one probably meant -----------------------------------
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns ": did you mean 'OTHER'?", or nothing where no known name is like the given one.
+
+    Args:
+        name: An unknown name.
+        known: The names that there are.
+    """
+    alike = difflib.get_close_matches(name.replace("-", "_").lower(), list(known), n=1)
+    return f": did you mean {alike[0]!r}?" if alike else ""
+
+
+# --- Names of choices, as users write them and as castor._C takes and gives them ------------------
+
+# tests/python/test_config.py compares them with the C++ enums (csrc/python/names.h). The names of a
+# trace's events are in event_names.py.
 
 PlacementPolicy = Literal["auto", "cpu", "cuda", "static"]
 Precision = Literal["fp32", "bf16", "fp16"]

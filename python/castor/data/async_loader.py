@@ -13,8 +13,8 @@ import torch
 
 from castor.checkpoint import make_resumable
 from castor.checkpoint.dataloader import ResumableLoader
+from castor.data.batches import CopyLane
 from castor.data.buckets import Buckets
-from castor.data.copy_lane import CopyLane
 from castor.data.read_ahead import ReadAhead, Reading
 from castor.errors import UsageError
 from castor.plugins.machine import choose_device

@@ -11,11 +11,14 @@ from castor.distributed.microbatches import (
     Schedule,
     schedule_of,
 )
-from castor.distributed.model_parallel_group import ModelParallelGroup
-from castor.distributed.parallel_groups import ParallelGroups, data_rank_and_size
+from castor.distributed.parallel_groups import (
+    ModelParallelGroup,
+    ParallelGroups,
+    data_rank_and_size,
+)
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.pipeline_plan import find_pipeline_plan
-from castor.distributed.rng_state import Generators
+from castor.distributed.rank_rng import Generators
 from castor.distributed.sequence_attention import Mode
 from castor.distributed.shard_spec import check_blocks
 from castor.distributed.tensor_parallel import TensorParallel

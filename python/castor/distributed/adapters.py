@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from castor.distributed.layer_regions import COLUMNS, GATHERED_COLUMNS, ROWS
+from castor.distributed.tensor_plan import COLUMNS, GATHERED_COLUMNS, ROWS
 from castor.runtime.peft_model import is_peft_model
 
 _OUTPUTS = COLUMNS | GATHERED_COLUMNS

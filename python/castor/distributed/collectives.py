@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 if TYPE_CHECKING:
-    from castor.distributed.model_parallel_group import ModelParallelGroup
+    from castor.distributed.parallel_groups import ModelParallelGroup
 
 
 def copy_to_layer(x: torch.Tensor, ranks: ModelParallelGroup) -> torch.Tensor:

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from castor.distributed.collectives import all_reduce_mean, gather_tokens
-from castor.distributed.enclosing_modules import modules_enclosing_blocks
 from castor.distributed.inputs import asked_of, by_name, check_inputs
-from castor.distributed.model_parallel_group import ModelParallelGroup
+from castor.distributed.parallel_groups import ModelParallelGroup
 from castor.distributed.sequence_attention import ContextParallelState, Documents, Mode
+from castor.distributed.tensor_plan import modules_enclosing_blocks
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from castor.distributed.model_parallel_group import ModelParallelGroup
+from castor.distributed.parallel_groups import ModelParallelGroup
 
 _WITHOUT_GRADIENTS = "a forward without gradients"
 _SERVES = "the end of generate"

@@ -12,7 +12,7 @@ from torch import nn
 
 from castor import _C
 from castor.distributed.expert_exchange import ExpertExchange
-from castor.distributed.rng_state import Generators
+from castor.distributed.rank_rng import Generators
 from castor.distributed.tensor_parallel import TensorParallel
 from castor.runtime.rank_group import check_equal
 

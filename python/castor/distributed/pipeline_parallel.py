@@ -7,7 +7,9 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +20,9 @@ from torch.optim import Optimizer
 from castor import _C
 from castor.distributed.context_parallel import ContextParallel
 from castor.distributed.inputs import asked_of
-from castor.distributed.model_parallel_group import ModelParallelGroup
+from castor.distributed.parallel_groups import ModelParallelGroup
 from castor.distributed.pipeline_plan import PipelinePlan, cheapest_cuts
-from castor.distributed.rng_state import Generators
-from castor.distributed.shared_parameters import SharedCopy, SharedParameters
+from castor.distributed.rank_rng import Generators
 from castor.distributed.stage_transfer import StageTransfer
 from castor.distributed.stages import StageModules, places_of
 from castor.distributed.tensor_parallel import TensorParallel
@@ -34,6 +35,66 @@ from castor.runtime.peft_model import adapter_tensors, is_peft_model
 from castor.runtime.rank_group import RankGroup
 from castor.runtime.waits import waiting
 from castor.runtime.weight_conversions import file_layout
+
+# --- Parameters that several stages share, such as a tied embedding; each rank has one copy -------
+
+# Source: Narayanan et al. 2021 (Megatron-LM, section 2.2), for tied embeddings on two stages.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedCopy:
+    """This rank's copy of a parameter that several stages share."""
+
+    param: nn.Parameter
+    ranks: ModelParallelGroup
+    """Ranks that have a copy."""
+
+
+class SharedParameters:
+    """This rank's copies of shared parameters.
+
+    Before a step each copy gets the sum of all copies' gradients, so all copies stay equal.
+    """
+
+    def __init__(self, copies: Sequence[SharedCopy]) -> None:
+        """Takes the copies; changes nothing.
+
+        Args:
+            copies: This rank's copies, in an order that is the same on all ranks.
+        """
+        self._copies = list(copies)
+        self._summed: bool | None = None
+        """Whether gradients are summed over the copies; None: no backward has begun yet."""
+
+    @property
+    def counted_elsewhere(self) -> AbstractSet[nn.Parameter]:
+        """Parameters whose gradient another rank counts in the norm of all gradients."""
+        return {copy.param for copy in self._copies if copy.ranks.rank > 0}
+
+    def begin(self) -> None:
+        """Prepares for backward passes: keeps sums of an earlier step on one rank only.
+
+        Otherwise a later sum would count them once for each rank.
+        """
+        if self._summed:
+            for param in self.counted_elsewhere:
+                if param.grad is not None:
+                    param.grad.data.zero_()
+        self._summed = False
+
+    def settle(self) -> None:
+        """Sums the gradients over the copies, once after any number of passes. Collective."""
+        if self._summed is not False:
+            return
+        for copy in self._copies:
+            grad = copy.param.grad
+            if grad is not None:
+                # Through .data: an edit by the user would be refused under a loss scale.
+                grad.data.copy_(copy.ranks.all_reduce_on_host(grad))
+        self._summed = True
+
+
+# --- pipeline parallel ----------------------------------------------------------------------------
 
 _NOBODY_SENDS = 1 << 20
 """Tag of a message that is never sent; torch's schedules use no tags."""

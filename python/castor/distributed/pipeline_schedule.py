@@ -19,7 +19,6 @@ from torch.distributed.pipelining import (
 
 from castor.config.names import PipelineStyle
 from castor.distributed.device_copies import brought_from_host, taken_to_host
-from castor.distributed.encoder_forward import EncoderForward, check_encodes, complete
 from castor.distributed.inputs import check_inputs
 from castor.distributed.microbatches import (
     NO_LOSS,
@@ -33,7 +32,14 @@ from castor.distributed.microbatches import (
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.distributed.split_backward import Enter, SplitBackward
 from castor.distributed.stage_runs import FOR_THE_LOSS, OF_THE_LAST_STAGE, run_collectively
-from castor.distributed.staged_forward import StagedForward, check_outputs, refuse_submodules
+from castor.distributed.staged_forward import (
+    EncoderForward,
+    StagedForward,
+    check_encodes,
+    check_outputs,
+    complete,
+    refuse_submodules,
+)
 from castor.errors import UsageError
 from castor.runtime.engine import Engine, engines_holding
 

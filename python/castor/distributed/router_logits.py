@@ -19,8 +19,7 @@ from torch import nn
 from torch.func import functional_call
 
 from castor.distributed.pipeline_plan import PipelinePlan
-from castor.runtime.hooks import ModuleHook, Replaced
-from castor.runtime.own_forward import WrappedForward
+from castor.runtime.hooks import ModuleHook, Replaced, WrappedForward
 
 _RECORDED = "router_logits"
 """Name of router logits in transformers, in _can_record_outputs and in outputs."""

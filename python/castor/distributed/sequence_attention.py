@@ -18,9 +18,8 @@ from torch import nn
 
 from castor.distributed.blockwise_attention import Scores
 from castor.distributed.collectives import all_gather, all_to_all
-from castor.distributed.model_parallel_group import ModelParallelGroup
-from castor.distributed.placeholder_mask import FullMask
-from castor.distributed.ring_attention import PieceMasks, Ring, RingPass, ring_attention
+from castor.distributed.parallel_groups import ModelParallelGroup
+from castor.distributed.ring_attention import FullMask, PieceMasks, Ring, RingPass, ring_attention
 from castor.errors import UsageError
 
 Mode = Literal["all_to_all", "all_gather", "ring_attn"]

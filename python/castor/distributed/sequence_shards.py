@@ -23,7 +23,10 @@ from castor.distributed.collectives import (
     scatter,
 )
 from castor.distributed.inputs import asked_of, by_name
-from castor.distributed.layer_regions import (
+from castor.distributed.parallel_groups import ModelParallelGroup
+from castor.distributed.pipeline_plan import find_blocks
+from castor.distributed.rank_rng import Generators, RankRng, States
+from castor.distributed.tensor_plan import (
     COLUMNS,
     GATHERED_COLUMNS,
     OF_HEADS,
@@ -32,10 +35,6 @@ from castor.distributed.layer_regions import (
     region_of,
     upwards,
 )
-from castor.distributed.model_parallel_group import ModelParallelGroup
-from castor.distributed.pipeline_plan import find_blocks
-from castor.distributed.rank_rng import RankRng
-from castor.distributed.rng_state import Generators, States
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 

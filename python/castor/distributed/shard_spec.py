@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from castor import _C
-from castor.distributed.model_parallel_group import ModelParallelGroup
+from castor.distributed.parallel_groups import ModelParallelGroup
 from castor.errors import UsageError
 from castor.runtime.model_shards import Runs, Segments
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from castor.distributed.model_parallel_group import BETWEEN_PASSES
+from castor.distributed.parallel_groups import BETWEEN_PASSES
 from castor.distributed.pipeline_parallel import PipelineParallel
 from castor.errors import Error
 

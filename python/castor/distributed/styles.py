@@ -19,7 +19,7 @@ from castor.distributed.collectives import (
 )
 from castor.distributed.expert_exchange import ExpertExchange
 from castor.distributed.inputs import by_name, check_numbers
-from castor.distributed.model_parallel_group import ModelParallelGroup
+from castor.distributed.parallel_groups import ModelParallelGroup
 from castor.distributed.vocabulary_loss import VocabularyLoss
 from castor.errors import UsageError
 

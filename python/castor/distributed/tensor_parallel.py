@@ -21,11 +21,9 @@ from castor.distributed import styles
 from castor.distributed.adapters import with_adapters
 from castor.distributed.collectives import all_reduce, gather_columns
 from castor.distributed.expert_exchange import ExpertExchange
-from castor.distributed.full_gradients import check_full_gradients
 from castor.distributed.inputs import asked_of, check_inputs
-from castor.distributed.model_parallel_group import ModelParallelGroup
-from castor.distributed.rank_rng import give_rank_rng
-from castor.distributed.rng_state import Generators, digest_of
+from castor.distributed.parallel_groups import ModelParallelGroup
+from castor.distributed.rank_rng import Generators, digest_of, give_rank_rng
 from castor.distributed.sequence_shards import SequenceShards
 from castor.distributed.shard_spec import ShardSpec, check_reader, local_shard
 from castor.distributed.vocabulary_loss import VocabularyLoss
@@ -34,6 +32,50 @@ from castor.runtime.hooks import ModuleHook
 from castor.runtime.model_shards import Runs, Segments
 from castor.runtime.packed import is_packed
 from castor.runtime.rank_group import RankGroup
+
+# --- Check that tensor-parallel ranks compute equal gradients of full parameters ------------------
+
+_ALIKE = 1e-2
+"""Largest relative difference between two ranks' sums of squares of one gradient."""
+_ROUNDING = 1e-10
+"""Sum of squares that may come from rounding alone, relative to that of all gradients."""
+
+
+def check_full_gradients(
+    model: nn.Module,
+    params: Sequence[torch.Tensor],
+    squares: Sequence[Sequence[float]],
+    total: float,
+) -> None:
+    """Checks, in a step, that ranks have equal gradients of the parameters that all have in full.
+
+    A gradient differs if the plan leaves out a parameter that acts on shards of heads or hidden
+    units.
+
+    Args:
+        model: The tensor-parallel model.
+        params: Parameters that every rank has in full.
+        squares: For each rank, the sum of squares of the gradient of each of `params`.
+        total: Sum of squares of all gradients of the model.
+
+    Raises:
+        UsageError: A gradient differs between ranks; every rank raises it.
+    """
+    for rank, theirs in enumerate(squares):
+        for param, one, other in zip(params, squares[0], theirs, strict=True):
+            most, finite = max(one, other), math.isfinite(one) and math.isfinite(other)
+            if finite and most > _ROUNDING * total and abs(one - other) > _ALIKE * most:
+                name = next(name for name, known in model.named_parameters() if known is param)
+                raise UsageError(
+                    f"all {len(squares)} tensor-parallel ranks have the full parameter '{name}', "
+                    f"and its gradient is another on rank {rank} than on rank 0: it is computed "
+                    "with shards of heads or hidden units, which the plan does not say: give a "
+                    f"tp_plan that has it, as {{**model.tp_plan, '{name}': "
+                    "'replicated_with_grad_allreduce'}"
+                )
+
+
+# --- tensor parallel ------------------------------------------------------------------------------
 
 _PARTIAL = "replicated_with_grad_allreduce"
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from castor.distributed.inputs import by_name, check_numbers
-from castor.distributed.model_parallel_group import ModelParallelGroup
+from castor.distributed.parallel_groups import ModelParallelGroup
 from castor.errors import UsageError
 from castor.runtime.hooks import ModuleHook
 

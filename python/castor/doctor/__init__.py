@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from castor.doctor.facts import Facts, Gpu, NumaNode, gather
+from castor.doctor.facts import Facts, Gpu, NumaNode, NvmePath, gather, measure_nvme
 from castor.doctor.findings import Finding, findings
-from castor.doctor.nvme import NvmePath, measure_nvme
 
 __all__ = [
     "Facts",

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from castor.doctor.facts import Facts
-from castor.doctor.nvme import NvmePath
+from castor.doctor.facts import Facts, NvmePath
 from castor.io_bench import step_bytes
 from castor.runtime.rank_cores import RankPlace
 

@@ -34,7 +34,7 @@ from castor.integrations.data_parallel import DistributedDataParallel, wrapper_o
 from castor.integrations.several_modules import CalledBySubmodules, boosted_around, whole_of
 from castor.plugins import GeminiPlugin
 from castor.runtime.boosted_model import model_with
-from castor.runtime.launched import launched_size
+from castor.runtime.ranks import launched_size
 
 AnyAccelerator = TypeVar("AnyAccelerator", bound=Accelerator)
 

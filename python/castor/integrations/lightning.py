@@ -24,7 +24,7 @@ from castor.integrations.common import boost, boosted, check_plugin, plugin_of, 
 from castor.integrations.data_parallel import DistributedDataParallel, wrapper_of
 from castor.integrations.several_modules import boosted_around
 from castor.plugins import GeminiPlugin
-from castor.runtime.launched import launched_size, ranks_of_node
+from castor.runtime.ranks import launched_size, ranks_of_node
 
 _CLIPS = "the Trainer clips by its own gradient_clip_val"
 _PRECISIONS = {

@@ -24,7 +24,7 @@ from castor.integrations.data_parallel import (
 from castor.integrations.several_modules import boosted_around, whole_of
 from castor.plugins import GeminiPlugin
 from castor.runtime.engine import Engine, engine_of
-from castor.runtime.launched import launched_size
+from castor.runtime.ranks import launched_size
 
 _TORCHS = parallel.DistributedDataParallel
 _CLIPS = "a loop clips its gradients itself (torch.nn.utils.clip_grad_norm_)"

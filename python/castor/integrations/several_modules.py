@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from castor.runtime.boosted_model import model_with
 from castor.runtime.engine import engine_of, engines_holding
-from castor.runtime.hooks import ModuleHook
+from castor.runtime.hooks import ModuleHook, WrappedForward
 from castor.runtime.input_cast import InputCast
-from castor.runtime.own_forward import WrappedForward
 
 
 class CalledBySubmodules(nn.Module):

@@ -10,9 +10,8 @@ from typing import Any
 
 from castor.config.layout_plan import ENVIRONMENT, read_plan
 from castor.errors import UsageError
-from castor.launch.process import start_process
 from castor.launch.summary import RunRecord, check_report, recording
-from castor.launch.target import find_target, names_castor, options_behind
+from castor.launch.target import find_target, names_castor, options_behind, start_process
 from castor.runtime.parallel_dims import ParallelDims
 
 JOIN_SECONDS = 25.0

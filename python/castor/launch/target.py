@@ -1,16 +1,21 @@
-"""Finds the target of `castor run`: a Python file, a module, or an installed Python command."""
+"""The target of `castor run`, a Python file, a module or a command, in a process of its own."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from castor.config import did_you_mean
 from castor.errors import UsageError
+
+# --- Finds the target of `castor run`: a Python file, a module, or an installed Python command ----
 
 _LAUNCHERS = {
     "torchrun": "torchrun",
@@ -107,3 +112,33 @@ def _check_python(path: Path) -> None:
             f"{path} is {what}; castor run trains in the Python process that it starts: give the "
             "Python script that trains"
         )
+
+
+# --- Starts a script in a process of its own ------------------------------------------------------
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
+
+
+def start_process(command: Sequence[str]) -> int:
+    """Runs a command of Python and waits for its end; forwards signals to it.
+
+    Args:
+        command: The script, or -m and a module, and its arguments.
+
+    Returns:
+        The exit status for the shell: 128 plus the signal's number if a signal ended it.
+    """
+    with subprocess.Popen([sys.executable, "-u", *command]) as process:
+
+        def forward_signal(number: int, _: Any) -> None:
+            process.send_signal(number)
+
+        before = {number: signal.signal(number, forward_signal) for number in _PASSED_ON}
+        # The terminal sends Ctrl-C to both; this process waits for the other one.
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
+        try:
+            status = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return status if status >= 0 else 128 - status

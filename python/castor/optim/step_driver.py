@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from castor import _C
 from castor.config import GeminiConfig
 from castor.errors import OutOfMemoryError, UsageError
-from castor.optim.grad_scaler import ScaledGradients, enter_grad_scaler
-from castor.optim.loss_scaler import LossScaler
+from castor.optim.grad_scaler import LossScaler, ScaledGradients, enter_grad_scaler
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
 from castor.optim.optimizer_edits import GroupMembers, ShownStates
 from castor.optim.own_step import (

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from castor.config import NonFinite
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
 from castor.runtime.boosted_model import BoostedStep
-from castor.runtime.dtensors import is_dtensor
+from castor.runtime.shards import is_dtensor
 from castor.runtime.torch_model import TorchModel, here
 
 _steps: weakref.WeakKeyDictionary[Optimizer, TorchStep] = weakref.WeakKeyDictionary()

@@ -16,7 +16,7 @@ from torch import nn
 
 from castor.distributed.collectives import all_reduce, copy_to_layer
 from castor.distributed.expert_exchange import Routes
-from castor.distributed.model_parallel_group import ModelParallelGroup
+from castor.distributed.parallel_groups import ModelParallelGroup
 from castor.distributed.styles import Part, exchanged_experts, own_experts
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from castor.plugins.arguments import NOT_YET, arguments_of
 from castor.plugins.gemini import GeminiPlugin
 from castor.plugins.hybrid import HybridParallelPlugin
 from castor.plugins.machine import named_device
-from castor.plugins.not_yet import NOT_YET, arguments_of
 
 
 def plugin_of(arguments: Mapping[str, Any]) -> GeminiPlugin:

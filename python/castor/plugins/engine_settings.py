@@ -12,8 +12,7 @@ from castor.config.names import SCALAR_TYPES, GatherExperts, StateFormat
 from castor.config.settings import first_update_fraction
 from castor.distributed import ParallelGroups
 from castor.errors import IoError
-from castor.plugins.budgets import nvme_bytes
-from castor.plugins.locked_pages import LockedPages
+from castor.plugins.budgets import LockedPages, nvme_bytes
 from castor.runtime.engine import EngineSettings
 from castor.runtime.rules import FusedRule
 

@@ -20,18 +20,14 @@ from castor.distributed import ParallelGroups, data_rank_and_size
 from castor.errors import OutOfMemoryError
 from castor.optim.boosted import boost_optimizer
 from castor.optim.boosted_state import choose_state_format
-from castor.optim.check_optimizers import check_optimizers
-from castor.optim.optimizer_params import optimizer_params
-from castor.optim.rules import rules_of
+from castor.optim.rules import check_optimizers, optimizer_params, rules_of
 from castor.optim.step_driver import ModelStep, StepDriver
 from castor.plugins.arguments import resolved, size_of, takes, with_nvme_of
-from castor.plugins.budgets import budgets_of
-from castor.plugins.data_parallel import join_ranks, loader_of_rank
+from castor.plugins.budgets import LockedPages, budgets_of, find_locked_pages, locked_pages_of
+from castor.plugins.data_parallel import group_of_reads, join_ranks, loader_of_rank
 from castor.plugins.engine_settings import engine_settings
-from castor.plugins.locked_pages import LockedPages, find_locked_pages, locked_pages_of
 from castor.plugins.machine import choose_budgets, choose_device, warn_of_budgets
 from castor.plugins.parallelize import ParallelConfig
-from castor.plugins.zero_stage import group_of_reads
 from castor.runtime.boosted_model import check_fit_for_chunks
 from castor.runtime.engine import WORKING_DTYPES, Engine
 from castor.runtime.hooks import ModuleHook

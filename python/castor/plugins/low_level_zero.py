@@ -13,12 +13,10 @@ from castor.config import ChunkArguments, GeminiArguments
 from castor.config.declared import documented, values_of
 from castor.errors import UsageError
 from castor.optim.rules import rules_of
-from castor.plugins.arguments import takes
+from castor.plugins.arguments import check_not_yet, takes
 from castor.plugins.gemini import GeminiPlugin
-from castor.plugins.not_yet import check_not_yet
 from castor.runtime.engine import Engine
-from castor.runtime.launched import ranks_of_node
-from castor.runtime.ranks import may_share_memory, rank_and_size
+from castor.runtime.ranks import may_share_memory, rank_and_size, ranks_of_node
 
 _BY_OFFLOAD = {
     "placement_policy": "cpu_offload says where things are",

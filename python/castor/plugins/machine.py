@@ -13,7 +13,7 @@ from castor._loader import load_cuda
 from castor.config.memory import host_memory, share_memory, usable_bytes
 from castor.distributed import ParallelGroups
 from castor.errors import UsageError
-from castor.runtime.launched import rank_of_node, ranks_of_node
+from castor.runtime.ranks import rank_of_node, ranks_of_node
 
 _USABLE_SHARE = 0.95
 """Share of a GPU's free memory in the default budget; the rest is for fragmentation."""

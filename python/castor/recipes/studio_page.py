@@ -26,12 +26,14 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from castor.errors import UsageError
 from castor.recipes.recipe import Method
 from castor.recipes.runs import RECIPE
-from castor.recipes.studio_jobs import Job, Workspace, entries
-from castor.recipes.studio_views import (
+from castor.recipes.studio_jobs import (
     CSS,
     CURVES,
+    Job,
+    Workspace,
     as_html,
     described,
+    entries,
     evaluations,
     frame,
     progress,

@@ -18,8 +18,7 @@ from castor import _C
 from castor.config.names import SCALAR_TYPES, GatherExperts, Precision, Reduction
 from castor.errors import IoError, UsageError
 from castor.lazy import Materialisation, check_inactive, in_own_pages
-from castor.runtime.block_policy import BlockPolicy
-from castor.runtime.blocks import check_no_cuda_graphs, find_blocks
+from castor.runtime.blocks import BlockPolicy, check_no_cuda_graphs, find_blocks
 from castor.runtime.boosted_model import (
     all_boosted,
     boosted_model_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from castor.runtime.block_policy import BlockPolicy
+from castor.runtime.blocks import BlockPolicy
 from castor.runtime.boosted_model import forget
 from castor.runtime.engine import Engine
 from castor.runtime.experts import ExpertCall

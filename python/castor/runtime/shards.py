@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from castor.errors import CheckpointError, Error
 from castor.runtime.boosted_model import compiled_from
-from castor.runtime.dtensors import is_dtensor
 from castor.runtime.model_shards import ShardFinder
 from castor.runtime.rank_group import RankGroup, Result
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+# --- Recognises torch's DTensor without importing it, which takes longer than all of castor -------
+
+
+def is_dtensor(value: Any) -> TypeIs[DTensor]:
+    """Whether a value is a DTensor; False if nothing has imported DTensor's module."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)  # not there yet while the module is imported
+    return kind is not None and isinstance(value, kind)
+
+
+# --- shards ---------------------------------------------------------------------------------------
 
 _shards: weakref.WeakKeyDictionary[nn.Module, Shards] = weakref.WeakKeyDictionary()
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from castor.errors import UsageError
 from castor.runtime.blocks import compiled_submodules
 from castor.runtime.boosted_model import name_before_compile
-from castor.runtime.dtensors import is_dtensor
 from castor.runtime.packed import check_packed, is_packed
+from castor.runtime.shards import is_dtensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

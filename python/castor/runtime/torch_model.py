@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from castor.runtime.boosted_model import check_not_boosted, remember
-from castor.runtime.dtensors import is_dtensor
 from castor.runtime.guard import guard
 from castor.runtime.model_shards import ShardFinder
 from castor.runtime.rank_group import RankGroup, Result
 from castor.runtime.report import TorchReport
+from castor.runtime.shards import is_dtensor
 
 
 class TorchModel:

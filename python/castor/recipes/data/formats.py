@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from castor.config.nearest import did_you_mean
+from castor.config.names import did_you_mean
 
 Message: TypeAlias = dict[str, Any]
 """One turn: "role", "content", and where they are there "tool_calls" and the reasoning's fields."""

@@ -24,7 +24,7 @@ import pyarrow as pa
 import xxhash
 from datasets.table import InMemoryTable
 
-from castor.config.nearest import did_you_mean
+from castor.config.names import did_you_mean
 from castor.recipes.data import megatron
 from castor.recipes.data.formats import FORMATS, BrokenRowError, detect
 
