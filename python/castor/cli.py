@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from castor.cli_estimates import estimate, plan, scaling
+from castor.config.run_options import RunOptions
 from castor.options import Memory, from_fields, help_of
 from castor.recipes.chat import chat
 from castor.recipes.data.show import data_app
@@ -96,36 +97,9 @@ def run(
         ),
     ],
     memory: Memory,
+    options: RunOptions,
     module: Annotated[bool, typer.Option("-m", help="The script is a module's name.")] = False,
     activations: Annotated[str | None, typer.Option(help=help_of("activations"))] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="For all figures at the end: FILE.json, or FILE.html.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Ranks on this machine. Default: one process, not launched.")
-    ] = None,
-    nodes: Annotated[int, typer.Option(help="Machines; each runs this command.")] = 1,
-    rendezvous: Annotated[
-        str | None, typer.Option(help="Where several machines meet: HOST:PORT on one of them.")
-    ] = None,
-    join_timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for the other machines.")
-    ] = 25.0,
-    max_restarts: Annotated[
-        int, typer.Option(help="How often all ranks begin again after a failure.")
-    ] = 0,
-    bind: Annotated[
-        bool, typer.Option(help="Keep each rank to a NUMA node's cores, where there are several.")
-    ] = True,
-    plan: Annotated[
-        Path | None,
-        typer.Option(
-            help="From castor plan: its ranks, and HybridParallelPlugin('auto')'s layout."
-        ),
-    ] = None,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="For what ranks other than 0 write; else a temporary one.")
-    ] = None,
 ) -> None:
     """Train with castor what a script trains, as it is; or start it on several ranks; or both."""
     from castor import launch
@@ -134,21 +108,7 @@ def run(
     chosen = memory.arguments(activations=activations)
     if chosen is not None:
         check_settings(chosen)
-    status = launch.run(
-        script,
-        context.args,
-        module=module,
-        settings=chosen,
-        nproc=nproc,
-        nodes=nodes,
-        rendezvous=rendezvous,
-        max_restarts=max_restarts,
-        log_dir=log_dir,
-        plan=plan,
-        bind=bind,
-        report=report,
-        join_timeout=join_timeout,
-    )
+    status = launch.run(script, context.args, options, module=module, settings=chosen)
     raise typer.Exit(status)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from castor.booster import Booster
 from castor.config import did_you_mean
-from castor.config.settings_file import read_settings_file, write_settings_file
+from castor.config.files import read_settings_file, write_settings_file
 from castor.data import AsyncLoader
 from castor.errors import UsageError
 from castor.plugins import GeminiPlugin

@@ -38,7 +38,7 @@ def from_fields(command: Callable[..., None]) -> Callable[..., None]:
 
     Each field of a dataclass becomes an option with its type and default. Its help is the string
     below the field. What an option has besides is in the field's Annotated: a typer.Option or
-    typer.Argument, and `Read`. A flag has one name, since it is off by default.
+    typer.Argument, and `Read`. A flag that is off by default has one name.
     """
     hints = get_type_hints(command, include_extras=True)
     kinds = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
@@ -76,7 +76,7 @@ def _option(field: Field[Any], hint: Any, text: str) -> inspect.Parameter:
         kind, default = str if required else str | None, None
     if required:
         default = inspect.Parameter.empty
-    flags = [f"--{field.name.replace('_', '-')}"] if kind is bool else []
+    flags = [f"--{field.name.replace('_', '-')}"] if kind is bool and default is False else []
     own = next((mark for mark in marks if isinstance(mark, ParameterInfo)), None)
     option: Any = typer.Option(*flags) if own is None else own
     option.help = option.help or text

@@ -13,7 +13,7 @@ from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import castor
-from castor.config.layout_plan import read_plan
+from castor.config.files import read_plan
 from castor.runtime.engine import engine_of
 from helpers import GIB
 from simulated import compute_as_asked

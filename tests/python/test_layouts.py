@@ -17,7 +17,7 @@ import grids
 from castor import _C, HybridParallelPlugin
 from castor.cli import app
 from castor.config.event_names import GRAD_READY
-from castor.config.layout_plan import ENVIRONMENT, read_plan
+from castor.config.files import ENVIRONMENT, read_plan
 from castor.config.names import SPLIT_GATHER
 from castor.distributed import Mode
 from castor.errors import UsageError

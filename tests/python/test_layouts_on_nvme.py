@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from castor import HybridParallelPlugin
-from castor.config.layout_plan import read_plan
+from castor.config.files import read_plan
 from castor.errors import UsageError
 from castor.planner.cluster import Cluster
 from castor.planner.layout_cost import LayoutCost

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 import grids
 import layout_cases
 import simulated_gpu
-from castor.config.layout_plan import write_plan
+from castor.config.files import write_plan
 from castor.estimate.workload import Workload
 from castor.planner.cluster import Cluster
 from castor.planner.layout_report import plan_of

@@ -13,13 +13,14 @@ from castor.runtime.rank_cores import as_environment, places_of_ranks
 DRIVER = """
 import sys
 from castor import launch
+from castor.config.run_options import RunOptions
 from castor.runtime import rank_cores
 from castor.runtime.rank_cores import RankPlace
 
 places = [RankPlace(nodes=(n,), cores=(core,)) for n, core in enumerate(map(int, sys.argv[2:4]))]
 rank_cores.places_of_ranks = lambda _: places
-sys.exit(launch.run(sys.argv[1], sys.argv[4:], module=False, settings=None, nproc=2, nodes=1,
-                    rendezvous=None, max_restarts=0, log_dir=None, bind="unbound" not in sys.argv))
+options = RunOptions(nproc=2, bind="unbound" not in sys.argv)
+sys.exit(launch.run(sys.argv[1], sys.argv[4:], options, module=False, settings=None))
 """
 SCRIPT = """
 import os, sys

@@ -26,8 +26,7 @@ from castor.checkpoint import files
 from castor.errors import Error, IoError, UsageError
 from castor.lazy import is_lazy
 from castor.recipes import exports
-from castor.recipes.exports import Export, write_export
-from castor.recipes.weights import read_weights
+from castor.recipes.exports import Export, read_weights, write_export
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from castor.activations.block_ranks import BlockRanks
 from castor.activations.caches import held_for, layer_of
+from castor.activations.choices import BlockRanks
 from castor.activations.recompute import Recomputation
 from castor.runtime.hooks import ModuleHook
 

@@ -11,7 +11,6 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from castor.config.run_options import RunOptions
 from castor.launch.rendezvous import all_machines
 from castor.runtime import rank_cores
 
@@ -27,27 +27,7 @@ _TAIL = 20
 """Number of lines of a failed rank's log that are shown."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """Options of the launcher that starts a script on ranks."""
-
-    nproc: int
-    """Number of ranks on this machine."""
-    nodes: int
-    """Number of machines; each runs the command."""
-    rendezvous: str | None
-    """HOST:PORT on one of the machines; None: there is one machine."""
-    join_timeout: float
-    """Seconds to wait for the other machines."""
-    max_restarts: int
-    """Number of times that all ranks begin again after a failure."""
-    log_dir: Path | None
-    """Directory of the output of ranks other than 0; None: a temporary one."""
-    bind: bool
-    """Whether each rank keeps to cores of a NUMA node, where there are several."""
-
-
-def start_ranks(options: LaunchOptions, command: Sequence[str]) -> int:
+def start_ranks(options: RunOptions, command: Sequence[str]) -> int:
     """Runs a command of Python on every rank of this machine, and waits for all of them.
 
     Args:
@@ -60,7 +40,7 @@ def start_ranks(options: LaunchOptions, command: Sequence[str]) -> int:
     Raises:
         UsageError: The machines do not meet; see all_machines.
     """
-    nproc, nodes = options.nproc, options.nodes
+    nproc, nodes = options.nproc or 1, options.nodes
     logs = options.log_dir or Path(tempfile.mkdtemp(prefix="castor-run-"))
     config = LaunchConfig(
         min_nodes=nodes,

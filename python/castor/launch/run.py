@@ -5,36 +5,27 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from castor.config.layout_plan import ENVIRONMENT, read_plan
+from castor.config.files import ENVIRONMENT, read_plan
+from castor.config.run_options import RunOptions
 from castor.errors import UsageError
 from castor.launch.summary import RunRecord, check_report, recording
 from castor.launch.target import find_target, names_castor, options_behind, start_process
 from castor.runtime.parallel_dims import ParallelDims
 
-JOIN_SECONDS = 25.0
-"""Default of the seconds that a machine waits for the others."""
-
 
 def run(
     script: str,
     arguments: Sequence[str],
+    options: RunOptions,
     *,
     module: bool,
     settings: Mapping[str, Any] | None,
-    nproc: int | None,
-    nodes: int,
-    rendezvous: str | None,
-    max_restarts: int,
-    log_dir: Path | None,
-    plan: Path | None = None,
-    bind: bool = True,
-    report: Path | None = None,
-    join_timeout: float = JOIN_SECONDS,
 ) -> int:
-    """Runs a script on `nproc` ranks of this machine, and returns when all have ended.
+    """Runs a script on ranks of this machine, and returns when all have ended.
 
     With settings the models that the script trains are boosted; a script that boosts its own models
     needs none. Rank 0 of the machine keeps the terminal; output of the other ranks goes to files.
@@ -45,22 +36,9 @@ def run(
     Args:
         script: A Python file, an installed Python command, or a module's name.
         arguments: Arguments of the script.
+        options: Ranks and files of the run.
         module: Whether `script` is a module.
         settings: GeminiPlugin's arguments, checked; None: the script is left as it is.
-        nproc: Number of ranks on this machine. None: one process, without a launcher's environment
-            unless another argument needs a launcher.
-        nodes: Number of machines; each runs this command.
-        rendezvous: Address at which the machines find each other, HOST:PORT on one of them;
-            needed with several.
-        max_restarts: Number of times that all ranks begin again after a failure.
-        plan: File of `castor plan`, which sets the numbers of ranks and machines, and the layout of
-            HybridParallelPlugin("auto").
-        bind: Whether each rank keeps to cores of a NUMA node, where there are several.
-        log_dir: Directory of the other ranks' output. Default: a temporary one, which stays after
-            failures.
-        report: File for all figures: .json, or .html for a page of the model that took the most
-            steps.
-        join_timeout: Seconds to wait for the other machines.
 
     Returns:
         0, or the exit status for the shell: the status of the rank that failed first. It is 128
@@ -73,8 +51,8 @@ def run(
         OSError: The plan cannot be read.
     """
     environment = _short_waits()
-    if plan is not None:
-        nproc, nodes = _counts_of(plan, nproc, nodes)
+    if (plan := options.plan) is not None:
+        options = _planned(plan, options)
         environment[ENVIRONMENT] = str(plan.absolute())
         if settings is not None:
             raise UsageError(
@@ -82,9 +60,9 @@ def run(
                 f"{', '.join(settings)} would train the script's models with GeminiPlugin, which "
                 "has none; give one of them"
             )
-    _check_numbers(nproc, nodes, rendezvous, max_restarts, join_timeout)
-    if report is not None:
-        check_report(report)
+    _check_numbers(options)
+    if options.report is not None:
+        check_report(options.report)
     target = find_target(script, module=module)
     boosts = settings is not None
     if settings is not None and _is_castor(target):
@@ -95,23 +73,16 @@ def run(
     command = [*target, *arguments]
     if boosts:
         command = ["-m", "castor.integrations.script", json.dumps(settings), *command]
-    alone = nproc is None and nodes == 1 and max_restarts == 0 and log_dir is None
-    with recording(report, environment) as record:
+    alone = (options.nproc, options.nodes, options.max_restarts, options.log_dir) == (
+        None, 1, 0, None,
+    )  # fmt: skip
+    with recording(options.report, environment) as record:
         told = not boosts and _told_beforehand(record, target, arguments)
         if alone:
             status = start_process(command)
         else:
-            from castor.launch.ranks import LaunchOptions, start_ranks  # imports torch
+            from castor.launch.ranks import start_ranks  # imports torch
 
-            options = LaunchOptions(
-                nproc=nproc or 1,
-                nodes=nodes,
-                rendezvous=rendezvous,
-                join_timeout=join_timeout,
-                max_restarts=max_restarts,
-                log_dir=log_dir,
-                bind=bind,
-            )
             status = start_ranks(options, command)
         record.end(status=status, boosts=boosts, plan=plan, told=told)
     return status
@@ -129,18 +100,13 @@ def _short_waits() -> dict[str, str]:
     return {"GOMP_SPINCOUNT": "1000"}
 
 
-def _check_numbers(
-    nproc: int | None,
-    nodes: int,
-    rendezvous: str | None,
-    max_restarts: int,
-    join_timeout: float,
-) -> None:
+def _check_numbers(options: RunOptions) -> None:
+    nodes, rendezvous = options.nodes, options.rendezvous
     for name, value, least in (
-        ("nproc", 1 if nproc is None else nproc, 1),
+        ("nproc", 1 if options.nproc is None else options.nproc, 1),
         ("nodes", nodes, 1),
-        ("max-restarts", max_restarts, 0),
-        ("join-timeout", join_timeout, 1),
+        ("max-restarts", options.max_restarts, 0),
+        ("join-timeout", options.join_timeout, 1),
     ):
         if not value >= least:
             raise UsageError(f"--{name} is {value}; give {least} or more")
@@ -186,11 +152,12 @@ def _is_castor(target: Sequence[str]) -> bool:
     return Path(target[-1]).name == "castor"
 
 
-def _counts_of(path: Path, nproc: int | None, nodes: int) -> tuple[int, int]:
+def _planned(path: Path, options: RunOptions) -> RunOptions:
+    """Returns the options with the numbers of ranks and machines of a plan."""
     plan = read_plan(path)
     for name, given, planned in (
-        ("nproc", nproc, plan["ranks_per_node"]),
-        ("nodes", nodes if nodes > 1 else None, plan["nodes"]),
+        ("nproc", options.nproc, plan["ranks_per_node"]),
+        ("nodes", options.nodes if options.nodes > 1 else None, plan["nodes"]),
     ):
         if given not in (None, planned):
             raise UsageError(f"--{name} is {given}, and {path} is for {planned}; leave it out")
@@ -204,4 +171,4 @@ def _counts_of(path: Path, nproc: int | None, nodes: int) -> tuple[int, int]:
             f"{path}: its layout needs a multiple of {needed} ranks, and it is for {nproc} on each "
             f"of {nodes} machines; mend it, or let `castor plan` write another"
         )
-    return nproc, nodes
+    return replace(options, nproc=nproc, nodes=nodes)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from castor.config.files import read_settings_file
 from castor.config.settings import SIZES
-from castor.config.settings_file import read_settings_file
 from castor.errors import UsageError
 
 _BUDGETS = [name for name in SIZES if name.endswith("_memory")]

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from castor.config.run_files import BOOSTED, DIRECTORY, PLAN_USED, RECORD, REPORT
+from castor.config.files import BOOSTED, DIRECTORY, PLAN_USED, RECORD, REPORT
 from castor.errors import UsageError
 
 _SUFFIXES = (".json", ".html", ".htm")

@@ -11,8 +11,13 @@ from torch.optim import Optimizer
 
 from castor.config import GeminiConfig
 from castor.errors import UsageError
-from castor.optim.boosted import boost_optimizer, class_before, track_step
-from castor.optim.boosted_copy import check_holds_masters, ordinary_entry
+from castor.optim.boosted import (
+    boost_optimizer,
+    check_holds_masters,
+    class_before,
+    ordinary_entry,
+    track_step,
+)
 from castor.optim.boosted_state import reset_states
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.rules import rules_of

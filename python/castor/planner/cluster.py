@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from castor.config import Precision, parse_bandwidth, parse_paths
+from castor.config.files import read_settings_file
 from castor.config.names import Reduction
-from castor.config.settings_file import read_settings_file
 from castor.errors import UsageError
 from castor.estimate.machine import CPU_DEVICE, Machine, machine
 

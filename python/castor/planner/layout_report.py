@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from castor.config.layout_plan import write_plan
+from castor.config.files import write_plan
 from castor.estimate.estimator import size
 from castor.estimate.workload import Workload
 from castor.planner.cluster import Cluster

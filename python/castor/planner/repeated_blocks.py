@@ -19,8 +19,7 @@ from torch import nn
 
 from castor.config import Precision
 from castor.config.event_names import GRAD_READY
-from castor.distributed.placeholders import PlaceholderBlock
-from castor.distributed.stages import Place
+from castor.distributed.stages import Place, PlaceholderBlock
 from castor.estimate.metatrace import TraceEvent
 from castor.estimate.simulator import lay_out
 from castor.runtime.spec import ModelSpec

@@ -1,7 +1,7 @@
 """Records one rank's stages of a model on the meta device, with a micro-batch.
 
 Layers, sequences and blocks are sharded by the code that shards them in training. The other ranks
-are simulated (castor.planner.simulated_group). So modules, activations and collectives are
+are simulated (castor.planner.simulated_rank). So modules, activations and collectives are
 those of a real rank instead of formulas.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,9 @@ from castor import _C
 from castor.config import Precision, StateFormat
 from castor.distributed import (
     ContextParallel,
+    Generators,
     Mode,
+    ModelParallelGroup,
     TensorParallel,
     find_pipeline_plan,
     find_plan,
@@ -39,10 +41,97 @@ from castor.estimate.operators import Results
 from castor.estimate.simulator import lay_out
 from castor.planner.balanced_experts import balance_experts, count_experts
 from castor.planner.repeated_blocks import NotRepeated, RepeatedBlocks
-from castor.planner.simulated_group import SimulatedGenerators, SimulatedGroup
 from castor.runtime.engine import WORKING_DTYPES
 from castor.runtime.parallel_dims import ONE_RANK, ParallelDims
 from castor.runtime.spec import ModelSpec
+
+# --- Simulated ranks, whose collectives note the bytes of a step and send nothing -----------------
+
+
+class SimulatedGroup(ModelParallelGroup):
+    """One rank of a group whose other ranks are simulated and hold the same values."""
+
+    @classmethod
+    def simulate(
+        cls, name: str, size: int, tell: Callable[[Sent], None], *, rank: int = 0
+    ) -> SimulatedGroup:
+        """Makes a group of simulated ranks around this process.
+
+        Args:
+            name: Name of the group in the notes.
+            size: Number of ranks.
+            tell: Called with each collective's traffic of this rank, in the thread that runs it.
+            rank: Number of this rank in the group.
+        """
+        sends = cast("_C.RankTensors", _Sends(name, size, tell))
+        return cls(rank=rank, size=size, group=cast("_C.RankGroup", None), name=name, tensors=sends)
+
+    def all_gather_object(self, value: Any, *, place: str = "") -> list[Any]:
+        """Returns the value once for each rank: the others have the same."""
+        return [value] * self.size
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Does nothing: the others have the tensor."""
+
+    def check_equal(self, facts: Mapping[str, Any], *, extra: Any = None) -> list[Any]:
+        """Returns `extra` once for each rank: the facts are equal."""
+        return [extra] * self.size
+
+
+class _Sends:
+    """Replacement of _C.RankTensors that notes what it would send."""
+
+    def __init__(self, name: str, size: int, tell: Callable[[Sent], None]) -> None:
+        self._name = name
+        self._size = size
+        self._tell = tell
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self._note("all_reduce", tensor)
+
+    def all_gather(self, own: torch.Tensor, _parts: torch.Tensor) -> None:
+        self._note("all_gather", own)
+
+    def all_to_all(self, parts: torch.Tensor, _received: torch.Tensor) -> None:
+        self._note("all_to_all", parts)
+
+    def ring_shift(self, sent: torch.Tensor, _received: torch.Tensor) -> None:
+        self._note("ring_shift", sent)
+
+    device_backend = ""
+
+    def sends_from_device(self, _tensor: torch.Tensor) -> bool:
+        return False
+
+    def backend_sums(self, _tensor: torch.Tensor) -> bool:
+        return False
+
+    def gather_bytes(self, own: bytes, _place: str) -> list[bytes]:
+        return [own] * self._size
+
+    def _note(self, operation: str, tensor: torch.Tensor) -> None:
+        self._tell(Sent(self._name, operation, tensor.numel() * tensor.element_size()))
+
+
+class SimulatedGenerators(Generators):
+    """Generators that are never drawn from: simulated tensors have no values."""
+
+    def __init__(self) -> None:
+        """Makes generators of a model on the meta device."""
+        super().__init__(torch.device("cpu"))
+
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """Returns no states."""
+        return ()
+
+    def restore(self, states: tuple[torch.Tensor, ...]) -> None:
+        """Does nothing: no state has changed."""
+
+    def seed(self, seed: int) -> None:
+        """Does nothing: nothing is drawn."""
+
+
+# --- simulated rank -------------------------------------------------------------------------------
 
 _LABELS = "labels"
 _OF_EVERY_BLOCK = ("output_router_logits", "output_hidden_states", "output_attentions")

@@ -10,7 +10,7 @@ from typing import Annotated, cast, get_args
 from castor.config import GeminiArguments
 from castor.config.block_choice import BlockChoice
 from castor.config.declared import at_least, documented, types_of
-from castor.config.layout_plan import LAYOUT, planned_layout
+from castor.config.files import LAYOUT, planned_layout
 from castor.config.names import SPLIT_GATHER, Activations, PipelineStyle
 from castor.distributed import Microbatches, Mode, Plan
 from castor.plugins.arguments import takes

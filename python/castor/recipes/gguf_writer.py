@@ -20,7 +20,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from castor.errors import UsageError
-from castor.recipes.weights import Weights
+from castor.recipes.exports import Weights
 
 FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """Architectures of GGUF by transformers' model_type."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
+from castor.config.run_options import RunOptions
 from castor.errors import Error, UsageError
 from castor.model_files import find_config, most_tokens
 from castor.recipes import require
@@ -100,13 +101,9 @@ def start(path: Path, overrides: Sequence[str], *, dry_run: bool) -> int:
     status = launch.run(
         "castor.recipes.train",
         [str(run / RECIPE)],
+        RunOptions(nproc=recipe.parallel.nproc),
         module=True,
         settings=recipe.memory,
-        nproc=recipe.parallel.nproc,
-        nodes=1,
-        rendezvous=None,
-        max_restarts=0,
-        log_dir=None,
     )
     if status == 0 and questions is not None:
         from castor.recipes.evaluate import evaluate_and_write

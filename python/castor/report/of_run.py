@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from castor.checkpoint.files import write_file
-from castor.config.run_files import BOOSTED, RECORD, leave_mark, report_file, run_directory
+from castor.config.files import BOOSTED, RECORD, leave_mark, report_file, run_directory
 from castor.errors import Error
 from castor.report.html import write_page
 from castor.report.source import RECENT_STEPS, Source, duration, source_of_engine
