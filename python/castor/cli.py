@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from castor.cli_estimates import estimate, plan, scaling
 from castor.config.run_options import RunOptions
-from castor.options import Memory, from_fields, help_of
+from castor.options import Memory, Overrides, from_fields, help_of
 from castor.recipes.chat import chat
 from castor.recipes.data.show import data_app
 from castor.recipes.evaluate import evaluate
@@ -130,14 +130,7 @@ def init(
 @app.command()
 def train(
     recipe: Annotated[Path, typer.Argument(help="A YAML file, such as castor init prints.")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Replaces a setting: SECTION.NAME=VALUE, such as train.epochs=1; may be given "
-            "several times.",
-        ),
-    ] = None,
+    overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan, and train nothing.")
     ] = False,
@@ -148,7 +141,7 @@ def train(
     require("castor train", "pydantic", "yaml", "trl", "datasets", "peft", "transformers")
     from castor.recipes import train as recipes
 
-    raise typer.Exit(recipes.start(recipe, settings or [], dry_run=dry_run))
+    raise typer.Exit(recipes.start(recipe, overrides or [], dry_run=dry_run))
 
 
 app.add_typer(data_app)

@@ -301,10 +301,12 @@ def _table(
 
     workload = step.workload(activations="auto")
     rank, nvme = step.lora or _QLORA_RANK, figures.nvme
-    found = table.all_cells(
-        configs or table.known_models(), workload,
-        adapter_rank=rank, nvme=nvme, nvme_memory=figures.nvme_memory,
-    )  # fmt: skip
+    memory = figures.nvme_memory
+    found = [
+        cell
+        for config in configs or table.known_models()
+        for cell in table.cells(config, workload, adapter_rank=rank, nvme=nvme, nvme_memory=memory)
+    ]
     if output is not None:
         command = shlex.join(["castor", *sys.argv[1:]])
         output.write_text(table.page(found, workload, rank, nvme, command), encoding="utf-8")

@@ -153,6 +153,16 @@ class Memory:
         return settings
 
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Replaces a recipe's setting: SECTION.NAME=VALUE, such as train.epochs=1; may be "
+        "given several times.",
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelPaths:
     """The folders of a trained model."""

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from byte_tokens import byte_level_bpe
 from castor.recipes.models import InferenceModel
 from castor.recipes.openai_api import Api, Limits
-from castor.recipes.serve import listening, server_of
+from castor.recipes.serve import listening, server_of_api
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}</s>{% endfor %}"
@@ -74,7 +74,7 @@ def served(model: InferenceModel, *, keys: tuple[str, ...] = (), **limits: Any) 
     """Serves a model on a free port of this machine, as castor serve does."""
     api = Api(model, name="tiny", keys=keys, limits=Limits(**limits))
     listener = listening("127.0.0.1", 0)
-    server = server_of(api)
+    server = server_of_api(api)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -234,8 +234,11 @@ class LazyLogits:
 
     @property
     def is_logits(self) -> bool:
-        """Whether it comes from the head's output by casts, scalings and moves of rows only."""
-        return self.parent is None or self.parent.is_logits
+        """Whether it comes from the head's output by casts, scalings and moves of rows only.
+
+        What a subclass computes does not.
+        """
+        return type(self) is LazyLogits and (self.parent is None or self.parent.is_logits)
 
     @property
     def inputs(self) -> tuple[LazyLogits, ...]:

@@ -106,11 +106,6 @@ class RowOperator(LazyLogits):
         self._of_tile = of_tile
 
     @property
-    def is_logits(self) -> bool:
-        """See LazyLogits."""
-        return False
-
-    @property
     def inputs(self) -> tuple[LazyLogits, ...]:
         """See LazyLogits."""
         return tuple(value for value in self._args if isinstance(value, LazyLogits))
@@ -170,11 +165,6 @@ class ChosenRows(LazyLogits):
         return self._is_view
 
     @property
-    def is_logits(self) -> bool:
-        """See LazyLogits."""
-        return False
-
-    @property
     def inputs(self) -> tuple[LazyLogits, ...]:
         """See LazyLogits."""
         return (self._parent,)
@@ -212,11 +202,6 @@ class PutRows(LazyLogits):
         self._parts = parts
         self._places = numbers
         self._put = put
-
-    @property
-    def is_logits(self) -> bool:
-        """See LazyLogits."""
-        return False
 
     @property
     def inputs(self) -> tuple[LazyLogits, ...]:

@@ -197,11 +197,6 @@ class LossGradient(LazyLogits):
         self._places: torch.Tensor | None = None  # number of each row in the loss; -1: not in it
 
     @property
-    def is_logits(self) -> bool:
-        """See LazyLogits."""
-        return False
-
-    @property
     def inputs(self) -> tuple[LazyLogits, ...]:
         """See LazyLogits."""
         return (self._gradient.logits,)

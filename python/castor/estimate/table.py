@@ -294,28 +294,3 @@ def page(
 
 def _line(texts: Sequence[str]) -> str:
     return f"| {' | '.join(texts)} |"
-
-
-def all_cells(
-    configs: Sequence[Path],
-    workload: Workload,
-    *,
-    adapter_rank: int,
-    nvme: str | None,
-    nvme_memory: str | None,
-) -> list[Cell]:
-    """Returns the predictions for several models; see `cells`.
-
-    Args:
-        configs: Paths of the models' configs.
-        workload: As in `cells`.
-        adapter_rank: As in `cells`.
-        nvme: As in `cells`.
-        nvme_memory: As in `cells`.
-    """
-    found: list[Cell] = []
-    for config in configs:
-        found += cells(
-            config, workload, adapter_rank=adapter_rank, nvme=nvme, nvme_memory=nvme_memory
-        )
-    return found

@@ -94,14 +94,6 @@ class HybridAdam(Optimizer):
                 "HybridAdam: nvme_offload_fraction and nvme_offload_dir belong together: give a "
                 "fraction above 0 and a directory, or neither"
             )
-        if not lr >= 0.0:
-            raise ValueError(f"HybridAdam: lr is {lr}; it must be at least 0")
-        if not eps >= 0.0:
-            raise ValueError(f"HybridAdam: eps is {eps}; it must be at least 0")
-        if not weight_decay >= 0.0:
-            raise ValueError(f"HybridAdam: weight_decay is {weight_decay}; it must be at least 0")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"HybridAdam: betas are {betas}; each must lie in [0, 1)")
         if optim_state_format is not None and optim_state_format not in STATE_FORMATS:
             raise ValueError(
                 f"HybridAdam: optim_state_format is {optim_state_format!r}; it must be one of "
@@ -122,6 +114,7 @@ class HybridAdam(Optimizer):
             "weight_decay": weight_decay,
             "decoupled_weight_decay": adamw_mode,
         }
+        ADAM.checked([defaults])
         super().__init__(params, defaults)
 
     @torch.no_grad()

@@ -8,7 +8,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from castor import _C
 from castor.runtime.rules import LION
 
 
@@ -42,7 +41,7 @@ class Lion(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        _C.check_rule_options(LION.name, [LION.options(defaults)])
+        LION.checked([defaults])
         super().__init__(params, defaults)
 
     @torch.no_grad()

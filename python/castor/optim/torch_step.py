@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from castor.config import NonFinite
+from castor.config.settings import StepSettings
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
 from castor.runtime.boosted_model import BoostedStep
 from castor.runtime.shards import is_dtensor
@@ -37,9 +37,7 @@ class TorchStep:
         boosted: TorchModel,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        *,
-        max_norm: float,
-        nonfinite: NonFinite,
+        settings: StepSettings,
     ) -> None:
         """Hooks the steps of the optimizers.
 
@@ -47,13 +45,11 @@ class TorchStep:
             boosted: Record of the boosted model.
             model: The model, for the parameters' names in checkpoints.
             optimizers: Optimizers over the model's parameters.
-            max_norm: L2 norm to which gradients are clipped; 0: no clipping.
-            nonfinite: Reaction to gradients that are not finite; see GeminiPlugin.
+            settings: Norm to clip to, and reaction to gradients that are not finite.
         """
         self._boosted = boosted
         self.model = weakref.ref(model)
-        self._max_norm = max_norm
-        self._nonfinite = nonfinite
+        self._max_norm, self._nonfinite = settings.max_norm, settings.nonfinite
         self._warned = False
         self._updates = True
         self._taken_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()

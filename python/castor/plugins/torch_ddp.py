@@ -256,13 +256,7 @@ class TorchDDPPlugin(TorchPlugin):
                 model, optimizers, ddp, ranks=ranks, trained_by="DistributedDataParallel"
             )
             model.forward = ReplicatedForward(model, dtype, boosted, ddp)
-        TorchStep(
-            boosted,
-            model,
-            optimizers,
-            max_norm=self.settings.max_norm,
-            nonfinite=self.settings.nonfinite,
-        )
+        TorchStep(boosted, model, optimizers, self.settings)
         return boosted
 
     def _group(self, ranks: RankGroup) -> distributed.ProcessGroup:

@@ -319,13 +319,7 @@ class TorchFSDPPlugin(TorchPlugin):
         after = dict(model.named_parameters())
         repoint(optimizers, {param: after[name] for name, param in before.items()})
         boosted = ShardedModel(model, optimizers, ranks=ranks)
-        TorchStep(
-            boosted,
-            model,
-            optimizers,
-            max_norm=self.settings.max_norm,
-            nonfinite=self.settings.nonfinite,
-        )
+        TorchStep(boosted, model, optimizers, self.settings)
         return boosted
 
     def _backend(self, ranks: RankGroup | None) -> str:

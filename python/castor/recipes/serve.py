@@ -87,22 +87,27 @@ def serve(
             err=True,
         )
         with contextlib.suppress(KeyboardInterrupt):
-            server_of(api).run(sockets=[listener])
+            server_of_api(api).run(sockets=[listener])
 
 
-def server_of(api: Any) -> Any:
-    """Returns a uvicorn.Server of an Api, which stops generating as soon as it is told to end."""
+def server_of(app: Any, *, grace_seconds: int = _GRACE_SECONDS) -> Any:
+    """Returns a uvicorn.Server of an ASGI application, which says nothing but warnings."""
     import uvicorn
 
-    server: Any = uvicorn.Server(
+    return uvicorn.Server(
         uvicorn.Config(
-            api.app,
+            app,
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=_GRACE_SECONDS,
+            timeout_graceful_shutdown=grace_seconds,
         )
     )
+
+
+def server_of_api(api: Any) -> Any:
+    """Returns a server of an Api, which stops generating as soon as it is told to end."""
+    server = server_of(api.app)
     its_own = server.handle_exit
 
     def handle_exit(sig: int, frame: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from castor.recipes import require
-from castor.recipes.serve import listening
+from castor.recipes.serve import listening, server_of
 
 _GRACE_SECONDS = 1
 """Seconds that the page's open streams have when the studio ends."""
@@ -39,8 +39,6 @@ def studio(
     require("castor studio", "gradio", "openai", remedy="'castor-torch[studio]'")
     require("castor studio", "fastapi", "uvicorn", "yaml", "pydantic", "trl", "datasets")
     with contextlib.closing(listening("127.0.0.1", port)) as listener:
-        import uvicorn
-
         from castor.recipes.studio_gate import TokenGate
         from castor.recipes.studio_jobs import Workspace
 
@@ -56,15 +54,7 @@ def studio(
         has = [name for name in _OTHERS if name in root.list_commands(context)]
         token, own = secrets.token_urlsafe(32), listener.getsockname()[1]
         app = TokenGate(make_app(place, has, upload_bytes), token=token, port=own)
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=_GRACE_SECONDS,
-            )
-        )
+        server = server_of(app, grace_seconds=_GRACE_SECONDS)
         typer.echo(
             f"castor studio: http://127.0.0.1:{own}/?token={token}\n"
             f"workspace: {place.root}; Ctrl-C ends the page, and what it has started goes on",

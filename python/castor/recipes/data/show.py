@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from castor.options import Overrides
 from castor.recipes import require
 from castor.recipes.data import IGNORED
 
@@ -30,10 +31,7 @@ def write(
     held_out: Annotated[
         bool, typer.Option(help="Documents to evaluate on, not to train on.")
     ] = False,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Replace a setting: SECTION.NAME=VALUE; may be repeated."),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Write a recipe's documents as PREFIX.bin and PREFIX.idx, which Megatron-LM reads.
 
@@ -108,10 +106,7 @@ def show(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
     rows: Annotated[int, typer.Option(help="Number of rows to print.", min=0)] = 3,
     held_out: Annotated[bool, typer.Option(help="Rows to evaluate on, not to train on.")] = False,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Replace a setting: SECTION.NAME=VALUE; may be repeated."),
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Print rows as the model sees them, and figures of all rows.
 
