@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
 
@@ -25,7 +25,9 @@ _COLOURS = {
     "dram": "--resident",
 }
 """Colours of the resources of LayoutCost.busy: names of variables in page.css."""
-
+HEADINGS = ("ranks", "samples", "step s", "exposed", "tokens/s", "of linear",
+            "layout", "micro-batches", "bound by")  # fmt: skip
+"""Columns of a table of points; the first six are numbers."""
 
 _LINES = {"simulated": "series", "linear": "budget"}
 """Legend of the chart of speeds: names of lines, and their classes in page.css."""
@@ -86,7 +88,7 @@ def _section(name: str, how: str, points: list[Point]) -> str:
         )
     return (
         f'<section class="card"><h2>{name}</h2><p class="note">{how}</p>{charts}'
-        f"{_table(points, first)}</section>"
+        f"{_table(points)}</section>"
     )
 
 
@@ -146,45 +148,53 @@ def _shares(points: list[Point]) -> str:
 
 
 def _legend_of_lines() -> str:
-    entries = "".join(
+    return _legend_of(
         f'<span class="plot" style="width:auto"><svg width="22" height="10" aria-hidden="true">'
         f'<path class="{line}" fill="none" d="M1 5H21"/></svg>{name}</span>'
         for name, line in _LINES.items()
     )
-    return f'<div class="legend">{entries}</div>'
 
 
 def _legend() -> str:
-    entries = "".join(
+    return _legend_of(
         f'<span><svg width="10" height="10" aria-hidden="true"><rect width="10" height="10" rx="2" '
         f'style="fill:var({colour})"/></svg>{BOUNDS[name]}</span>'
         for name, colour in _COLOURS.items()
     )
-    return f'<div class="legend">{entries}</div>'
 
 
-def _table(points: list[Point], first: Point | None) -> str:
-    heads = ("ranks", "samples", "layout", "micro-batches", "step s", "exposed", "tokens/s",
-             "of linear", "bound by")  # fmt: skip
-    rows = []
+def _legend_of(entries: Iterator[str]) -> str:
+    return f'<div class="legend">{"".join(entries)}</div>'
+
+
+def rows(points: list[Point]) -> Iterator[tuple[str, ...]]:
+    """Yields the texts of a table's rows, under HEADINGS."""
+    first = first_that_fits(points)
     for point in points:
-        cells = [f"{point.ranks:,}", f"{point.batch:,}", "no layout fits", *[""] * 6]
-        if point.cost and first:
-            layout = point.cost.layout
-            cells[2:] = [
-                ranks_of(layout),
-                schedule_of(layout),
+        counts = f"{point.ranks:,}", f"{point.batch:,}"
+        if point.cost is None or first is None:
+            yield (*counts, *[""] * 4, "no layout fits", "", "")
+        else:
+            yield (
+                *counts,
                 f"{point.cost.seconds:.3g}",
                 exposed_of(point.cost),
                 f"{point.tokens_per_second:,.0f}",
                 f"{point.of_linear(first):.0%}",
+                ranks_of(point.cost.layout),
+                schedule_of(point.cost.layout),
                 BOUNDS[point.cost.bound],
-            ]
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in heads)
+            )
+
+
+def _table(points: list[Point]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in HEADINGS)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows(points)
+    )
     return (
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 

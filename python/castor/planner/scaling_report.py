@@ -15,10 +15,9 @@ from rich.table import Table
 from castor.checkpoint.files import os_errors, write_file
 from castor.estimate.workload import Workload
 from castor.planner.cluster import Cluster
-from castor.planner.layout_report import BOUNDS, exposed_of, ranks_of, schedule_of
 from castor.planner.layout_search import LayoutSearch
-from castor.planner.scaling import Point, Scaling, first_that_fits, scaling
-from castor.planner.scaling_page import scaling_page
+from castor.planner.scaling import Point, Scaling, scaling
+from castor.planner.scaling_page import HEADINGS, rows, scaling_page
 
 _REMARKS = (
     "Predicted, not measured: each row is the fastest layout that castor plan finds for as many "
@@ -110,24 +109,9 @@ def as_json(found: Scaling) -> dict[str, Any]:
 
 def _table(name: str, points: list[Point]) -> Table:
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=name)
-    for heading in ("ranks", "samples", "step s", "exposed", "tokens/s", "of linear"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("layout", "micro-batches", "bound by"):
-        table.add_column(heading)
-    first = first_that_fits(points)
-    for point in points:
-        counts = f"{point.ranks:,}", f"{point.batch:,}"
-        if point.cost is None or first is None:
-            table.add_row(*counts, "", "", "", "", "no layout fits")
-        else:
-            table.add_row(
-                *counts,
-                f"{point.cost.seconds:.3g}",
-                exposed_of(point.cost),
-                f"{point.tokens_per_second:,.0f}",
-                f"{point.of_linear(first):.0%}",
-                ranks_of(point.cost.layout),
-                schedule_of(point.cost.layout),
-                BOUNDS[point.cost.bound],
-            )
+    for number, heading in enumerate(HEADINGS):
+        is_number = number < 6
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number)
+    for row in rows(points):
+        table.add_row(*row)
     return table
