@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 # --- Weights and states of boosted models, as saves read them -------------------------------------
 
 # A save reads the session's memory directly, past the guards of torch's operators. An operator
-# would
-# wait for updates, and these may wait for the save.
+# would wait for updates, and these may wait for the save.
 
 Shard = tuple[int, torch.Tensor]
 """A rank's shard of a tensor: (index of its first element in memory order, its elements)."""

@@ -22,8 +22,8 @@ from castor.lazy.tensor import LazyTensor, Recording, name_of, record
 # --- Records torch.nn.init.trunc_normal_ as one operation -----------------------------------------
 
 # From torch 2.12 on the function draws until every value is accepted, and so reads values that
-# random
-# numbers decide. A recording cannot put off its single operations, only the function as a whole.
+# random numbers decide. A recording cannot put off its single operations, only the function as a
+# whole.
 
 _LIBRARY = torch.library.Library("castor_lazy", "DEF")
 _LIBRARY.define(

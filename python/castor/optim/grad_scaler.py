@@ -68,10 +68,9 @@ class LossScaler:
 # --- torch.amp.GradScaler over boosted optimizers: gradients carry its scale until the update -----
 
 # torch's GradScaler divides float32 gradients in place, and refuses float16 ones, because a
-# gradient
-# that is divided in 16 bits loses what the scale was for. The gradients of a boosted model lie in
-# chunks in the model's precision. So `unscale_` leaves them as they are, shows each as a float32
-# tensor that is unscaled as it is read, and the update divides in float32.
+# gradient that is divided in 16 bits loses what the scale was for. The gradients of a boosted model
+# lie in chunks in the model's precision. So `unscale_` leaves them as they are, shows each as a
+# float32 tensor that is unscaled as it is read, and the update divides in float32.
 
 
 class UnscaledGradient(torch.Tensor):

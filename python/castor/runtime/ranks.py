@@ -20,8 +20,7 @@ from castor.errors import UsageError
 # --- Reads the number of processes, and of those on this machine, from launchers' environments ----
 
 # castor needs only torch.distributed's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or
-# a
-# process group. torchrun, Ray Train and Lightning give the number of ranks on this machine by
+# a process group. torchrun, Ray Train and Lightning give the number of ranks on this machine by
 # LOCAL_RANK and LOCAL_WORLD_SIZE, srun and Open MPI's mpirun by variables of their own.
 
 
