@@ -39,6 +39,7 @@ from castor.checkpoint.snapshot import (
 from castor.checkpoint.staging import staged
 from castor.errors import CheckpointError, UsageError
 from castor.runtime.engine import Engine
+from castor.runtime.rules import params_of
 
 DESCRIPTION = "optimizer.json"
 FORMAT = "castor-optimizer-1"
@@ -100,7 +101,7 @@ def names_of(optimizer: Optimizer, model: nn.Module | None) -> dict[torch.Tensor
         UsageError: Nothing tells the names, or a parameter is not the model's.
     """
     driver = driver_of(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     if driver is not None:
         known: dict[torch.Tensor, str] = dict(
             zip(driver.engine.params, full_names(driver.engine), strict=True)

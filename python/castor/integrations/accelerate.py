@@ -35,6 +35,7 @@ from castor.integrations.several_modules import CalledBySubmodules, boosted_arou
 from castor.plugins import GeminiPlugin
 from castor.runtime.boosted_model import model_with
 from castor.runtime.ranks import launched_size
+from castor.runtime.rules import params_of
 
 AnyAccelerator = TypeVar("AnyAccelerator", bound=Accelerator)
 
@@ -335,6 +336,6 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _model_of(optimizer: Optimizer, models: list[nn.Module]) -> nn.Module | None:
     """The one whose parameters it holds."""
-    held = {param for group in optimizer.param_groups for param in group["params"]}
+    held = set(params_of(optimizer))
     found = (model for model in models if held.intersection(model.parameters()))
     return next(map(_inner, found), None)

@@ -9,7 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,6 +21,7 @@ from castor.optim.step_driver import StepDriver
 from castor.plugins import GeminiPlugin
 from castor.runtime.boosted_model import compiled_from
 from castor.runtime.engine import engine_of
+from castor.runtime.rules import params_of
 
 # --- Optimizers that a loop makes for a model that trains already ---------------------------------
 
@@ -43,7 +43,7 @@ def join_or_replace(booster: Booster, model: nn.Module, made: Sequence[Optimizer
             no place for the states of one.
     """
     engine, names = engine_of(model), ", ".join(type(one).__name__ for one in made)
-    held = {param for one in made for param in _params(one)}
+    held = {param for one in made for param in params_of(one)}
     foreign = held.difference(engine.params)
     if foreign:
         raise UsageError(
@@ -52,7 +52,7 @@ def join_or_replace(booster: Booster, model: nn.Module, made: Sequence[Optimizer
             "before that is called first, or give each model an optimizer of its own"
         )
     before = sorted(engine.optimizers, key=lambda one: one._castor.position or 0)  # type: ignore[attr-defined]
-    stay = [one for one in before if held.isdisjoint(_params(one))]
+    stay = [one for one in before if held.isdisjoint(params_of(one))]
     if engine.ranks or engine.model_shards or engine.device.type != "cpu":
         _take_over(booster, model, [one for one in before if one not in stay], made)
         return
@@ -82,16 +82,12 @@ def _take_over(
         )
     plugin: Any = booster.plugin
     for one in made:
-        own = set(_params(one))
-        room = [other for other in before if not own.isdisjoint(_params(other))]
+        own = set(params_of(one))
+        room = [other for other in before if not own.isdisjoint(params_of(other))]
         take_over(engine, plugin.config, room, one)
         for other in room:
             before.remove(other)
             other.register_step_pre_hook(functools.partial(_refuse_step, names))
-
-
-def _params(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _refuse_step(names: str, optimizer: Optimizer, *_: Any) -> NoReturn:

@@ -25,6 +25,7 @@ from castor.integrations.several_modules import boosted_around, whole_of
 from castor.plugins import GeminiPlugin
 from castor.runtime.engine import Engine, engine_of
 from castor.runtime.ranks import launched_size
+from castor.runtime.rules import params_of
 
 _TORCHS = parallel.DistributedDataParallel
 _CLIPS = "a loop clips its gradients itself (torch.nn.utils.clip_grad_norm_)"
@@ -122,13 +123,13 @@ class Loops:
     ) -> None:
         waiting = [one for one in (ref() for ref in self._waiting) if one and not boosted(one)]
         has = set(module.parameters()) if waiting else set()
-        mine = [one for one in waiting if has.intersection(_params(one))]
+        mine = [one for one in waiting if has.intersection(params_of(one))]
         if not torch.is_grad_enabled():
-            mine = [one for one in mine if has.issuperset(_params(one))]
+            mine = [one for one in mine if has.issuperset(params_of(one))]
         if mine and wrapper is None:  # a module around it, as Fabric has one: it is called within
             parts = [one for one in module.modules() if isinstance(one, DistributedDataParallel)]
             within = {param for part in parts for param in part.parameters()}
-            mine = [one for one in mine if not within.issuperset(_params(one))]
+            mine = [one for one in mine if not within.issuperset(params_of(one))]
         for optimizer in mine:
             _check_model(module, optimizer, wrapped=wrapper is not None)
         if mine and wrapper:
@@ -174,10 +175,6 @@ class Loops:
         return plugin_of(self._settings, {}, _CLIPS, None)
 
 
-def _params(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 @contextmanager
 def _thawed(optimizers: list[Optimizer]) -> Iterator[None]:
     """Has parameters require gradients whose optimizer holds nothing else, as it is to step them.
@@ -186,7 +183,7 @@ def _thawed(optimizers: list[Optimizer]) -> Iterator[None]:
     """
     frozen = [
         param
-        for held in map(_params, optimizers)
+        for held in map(params_of, optimizers)
         if not any(param.requires_grad for param in held)
         for param in held
     ]
@@ -235,7 +232,7 @@ def _check_model(module: nn.Module, optimizer: Optimizer, *, wrapped: bool) -> N
             f"the loop's {name} shards optimizer states over ranks, as castor does itself: make "
             "the optimizer that it was given (optimizer_class) without it"
         )
-    params, has = _params(optimizer), set(module.parameters())
+    params, has = params_of(optimizer), set(module.parameters())
     others = sum(param not in has for param in params)
     if others and size > 1:
         raise UsageError(

@@ -15,6 +15,7 @@ from castor.runtime.boosted_model import model_with
 from castor.runtime.engine import engine_of, engines_holding
 from castor.runtime.hooks import ModuleHook, WrappedForward
 from castor.runtime.input_cast import InputCast
+from castor.runtime.rules import params_of
 
 
 class CalledBySubmodules(nn.Module):
@@ -104,30 +105,26 @@ def whole_of(
     Returns:
         The module, or what holds it and all else that the optimizers step; and these.
     """
-    trained = {param for one in made for param in _params(one)}
+    trained = {param for one in made for param in params_of(one)}
     modules, optimizers = [module], [*mine]
     alone: dict[torch.Tensor, None] = {}
     while True:
         has = {param for one in modules for param in one.parameters()}.union(alone)
-        missing = {param for one in optimizers for param in _params(one)} - has
+        missing = {param for one in optimizers for param in params_of(one)} - has
         if not missing:
             break
         found = modules_with(missing, trained)
         owned = {param for one in found for param in one.parameters()}
         alone |= dict.fromkeys(
-            p for one in optimizers for p in _params(one) if p in missing and p not in owned
+            p for one in optimizers for p in params_of(one) if p in missing and p not in owned
         )
         within = {part for one in found for part in one.modules()}
         modules = [one for one in modules if one not in within] + found
         has = owned.union(has, alone)
-        optimizers = [one for one in made if has.intersection(_params(one))]
+        optimizers = [one for one in made if has.intersection(params_of(one))]
     if modules == [module] and not alone:
         return module, optimizers
     return CalledBySubmodules(modules, alone), optimizers
-
-
-def _params(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def modules_with(params: Set[torch.Tensor], trained: Set[torch.Tensor]) -> list[nn.Module]:

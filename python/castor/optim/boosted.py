@@ -18,7 +18,7 @@ from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.state_formats import ROUNDING_FORMATS, from_portable, to_portable
 from castor.optim.step_driver import StepDriver
 from castor.runtime.engine import Engine
-from castor.runtime.rules import EXACT_ONLY
+from castor.runtime.rules import EXACT_ONLY, params_of
 
 # --- Makes ordinary copies of boosted optimizers, over ordinary parameters ------------------------
 
@@ -182,7 +182,7 @@ class BoostedOptimizer(Optimizer):
         self._castor.engine.session.settle()
         self._castor.take_up_edits(self)
         packed = Optimizer.state_dict(self)
-        params = [param for group in self.param_groups for param in group["params"]]
+        params = params_of(self)
         packed["state"] = {
             i: to_portable(params[i], entry.loaded() if isinstance(entry, StoredState) else entry)
             if isinstance(i, int) and isinstance(entry, dict)

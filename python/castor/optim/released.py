@@ -23,7 +23,7 @@ from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.rules import rules_of
 from castor.optim.step_driver import ModelStep, StepDriver
 from castor.runtime.engine import Engine
-from castor.runtime.rules import MASTER
+from castor.runtime.rules import MASTER, params_of
 
 # --- Makes boosted optimizers ordinary ones again, in place ---------------------------------------
 
@@ -135,8 +135,8 @@ def _masters(optimizer: Optimizer, engine: Engine) -> dict[torch.Tensor, torch.T
 
 def has_place_for(engine: Engine, made: Optimizer) -> bool:
     """Whether the present chunks have the gradients and states that an optimizer needs."""
-    params = [param for param in _params(made) if param.requires_grad]
-    indices = [engine.index_of[param] for param in params]  # type: ignore[index]
+    params = [param for param in params_of(made) if param.requires_grad]
+    indices = [engine.index_of[param] for param in params]
     if not all(engine.trained[index] for index in indices):
         return False
     (rule,) = rules_of([made])
@@ -163,8 +163,8 @@ def take_over(
         for one in before:
             _make_room(one, engine)
         fused = False
-        for param in _params(made):
-            index = engine.index_of[param]  # type: ignore[index]
+        for param in params_of(made):
+            index = engine.index_of[param]
             fused |= engine.ruled[index]
             if engine.ruled[index] and engine.session.steps[index] > 0:  # a former optimizer's
                 reset_states(engine, index, param)
@@ -189,10 +189,6 @@ def _make_room(optimizer: Optimizer, engine: Engine) -> None:
     optimizer.__class__ = class_before(type(optimizer))
     del optimizer.__dict__["_castor"]
     optimizer.register_state_dict_pre_hook(_refuse_state)
-
-
-def _params(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _refuse_state(optimizer: Optimizer, *_: Any) -> NoReturn:

@@ -15,7 +15,7 @@ from castor.optim.boosted import boosted_class
 from castor.optim.hybrid_adam import HybridAdam
 from castor.optim.lion import Lion
 from castor.optim.own_step import patched_step_of
-from castor.runtime.rules import CLASSES, RULES, TENSORS, FusedRule
+from castor.runtime.rules import CLASSES, RULES, TENSORS, FusedRule, params_of
 
 # --- Finds the parameters of a model that its optimizers update -----------------------------------
 
@@ -36,7 +36,7 @@ def optimizer_params(
     holder: dict[torch.Tensor, Optimizer] = {}
     foreign: list[tuple[int, ...]] = []
     for optimizer, rule in zip(optimizers, rules, strict=True):
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
+        for param in params_of(optimizer):
             if param not in names:
                 foreign.append(tuple(param.shape))
             elif holder.setdefault(param, optimizer) is not optimizer:

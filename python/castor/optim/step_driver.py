@@ -35,7 +35,7 @@ from castor.optim.own_step import (
 from castor.optim.weight_digests import WeightDigests
 from castor.runtime.engine import Engine
 from castor.runtime.rank_group import RankGroup, check_equal
-from castor.runtime.rules import FusedRule, RuleGroup
+from castor.runtime.rules import FusedRule, RuleGroup, params_of
 
 
 def warn_of_cached_casts(optimizer: Optimizer, *, stacklevel: int) -> bool:
@@ -353,7 +353,7 @@ class StepDriver:
         """
         engine = self.engine
         engine.session.reduce_gradients(self.position)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         grads = [param.grad for param in params if param.grad is not None]
         lazily = self.model_step.shows_unscaled
         bad = False

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from castor.config.settings import StepSettings
 from castor.optim.nonfinite import nonfinite_error, warn_of_skip
 from castor.runtime.boosted_model import BoostedStep
+from castor.runtime.rules import params_of
 from castor.runtime.shards import is_dtensor
 from castor.runtime.torch_model import TorchModel, here
 
@@ -73,7 +74,7 @@ class TorchStep:
             self._taken_by.clear()
             self._updates = self._check_and_clip()
         if not self._updates:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
+            params = params_of(optimizer)
             self._aside = [(param, param.grad) for param in params]
             for param in params:
                 param.grad = None

@@ -1,8 +1,8 @@
 """Records one rank's stages of a model on the meta device, with a micro-batch.
 
 Layers, sequences and blocks are sharded by the code that shards them in training. The other ranks
-are simulated (castor.planner.simulated_rank). So modules, activations and collectives are
-those of a real rank instead of formulas.
+are simulated (see below). So modules, activations and collectives are those of a real rank instead
+of formulas.
 """
 
 from __future__ import annotations

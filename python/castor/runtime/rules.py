@@ -199,3 +199,8 @@ def rule_with(entries: Iterable[str]) -> FusedRule | None:
 
 def _has_options(group: Group, rule: FusedRule) -> bool:
     return all(key in group for key in rule.group_keys)
+
+
+def params_of(optimizer: Optimizer) -> list[Any]:
+    """Returns the parameters of all groups of an optimizer, which are tensors."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
