@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from castor import cli
 from castor.errors import UsageError
-from castor.launch import rendezvous
+from castor.launch import ranks
 from rank_processes import held_port, run_python
 
 LOOP = """
@@ -198,11 +198,11 @@ def port() -> Iterator[int]:
 
 
 def test_a_port_of_another_program_is_named(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 1)
+    monkeypatch.setattr(ranks, "_HANDSHAKE_SECONDS", 1)
     place = f"localhost:{taken}"
     with (
         pytest.raises(UsageError, match=f"port {taken} of this machine is in use by another"),
-        rendezvous.all_machines(place, 2, 1.0),
+        ranks.all_machines(place, 2, 1.0),
     ):
         pass
 
@@ -211,7 +211,7 @@ def test_machines_that_do_not_come_are_counted(port: int) -> None:
     place = f"localhost:{port}"
     # The store has so long to begin as well.
     said = rf"1 of 2 machines came to {place} within 1 s \({socket.gethostname()}\); start"
-    with pytest.raises(UsageError, match=said), rendezvous.all_machines(place, 2, 1.0):
+    with pytest.raises(UsageError, match=said), ranks.all_machines(place, 2, 1.0):
         pass
 
 
@@ -220,7 +220,7 @@ def test_machines_that_come_meet(port: int) -> None:
     place, met = f"localhost:{port}", []
 
     def come() -> None:
-        with rendezvous.all_machines(place, 3, 20.0):
+        with ranks.all_machines(place, 3, 20.0):
             met.append(place)
 
     machines = [threading.Thread(target=come) for _ in range(3)]
@@ -246,17 +246,17 @@ def test_a_machine_that_leaves_before_the_others_have_come_is_named(port: int) -
     said = f"the machine at localhost:{port} left before 2 machines had met there"
     with (
         pytest.raises(UsageError, match=said),
-        rendezvous.all_machines(f"localhost:{port}", 2, 20.0),
+        ranks.all_machines(f"localhost:{port}", 2, 20.0),
     ):
         pass
     keeper.join()
 
 
 def test_a_host_where_nobody_listens_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_is_here", lambda *_: False)  # another machine's
+    monkeypatch.setattr(ranks, "_is_here", lambda *_: False)  # another machine's
     place = f"localhost:{port}"
     with (
         pytest.raises(UsageError, match=f"nothing answers at {place} within 0.2 s; start the same"),
-        rendezvous.all_machines(place, 2, 0.2),
+        ranks.all_machines(place, 2, 0.2),
     ):
         pass

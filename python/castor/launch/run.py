@@ -115,7 +115,7 @@ def _check_numbers(options: RunOptions) -> None:
             f"--nodes {nodes} needs --rendezvous HOST:PORT, the same on all: a port of one of them"
         )
     if rendezvous is not None:
-        from castor.launch.rendezvous import parse_rendezvous
+        from castor.launch.ranks import parse_rendezvous
 
         parse_rendezvous(rendezvous)
         if nodes == 1:
