@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from castor.checkpoint.files import write_file
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<9sQBQQ")
@@ -18,8 +19,6 @@ _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32,
     8: np.uint16,
 }  # fmt: skip
-_FLUSHED = 1 << 22
-"""Size in bytes of the buffer that a writer fills before it writes."""
 
 
 def paths(prefix: str | Path) -> tuple[Path, Path]:
@@ -143,7 +142,7 @@ def write(
     documents: Iterable[Iterable[npt.ArrayLike]],
     dtype: type[np.integer[Any]] = np.int32,
 ) -> None:
-    """Writes a pair of files under temporary names, and renames them when both are complete.
+    """Writes a pair of files; each appears when it is complete, the index last.
 
     Args:
         prefix: Path without .bin and .idx.
@@ -158,36 +157,32 @@ def write(
         raise ValueError(f"Megatron-LM's files hold no token ids of type {np.dtype(dtype).name}")
     limits = np.iinfo(dtype)
     lengths, borders = list[int](), [0]
-    finals = paths(prefix)
-    drafts = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in finals]
-    try:
-        with drafts[0].open("wb", buffering=_FLUSHED) as file:
-            for document in documents:
-                for sequence in document:
-                    tokens = np.asarray(sequence)
-                    if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
-                        raise ValueError(
-                            f"document {len(borders) - 1} for {finals[0]} has token ids "
-                            f"{tokens.min()} to {tokens.max()}, which {limits.dtype} does not hold"
-                        )
-                    file.write(tokens.astype(dtype).tobytes())
-                    lengths.append(tokens.size)
-                borders.append(len(lengths))
-            file.flush()
-            os.fsync(file.fileno())
-        sizes = np.asarray(lengths, np.int32)
-        pointers = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)[:-1]))[: len(sizes)]
-        with drafts[1].open("wb") as file:
-            file.write(_HEAD.pack(_MAGIC, _VERSION, code, len(sizes), len(borders)))
-            file.write(sizes.tobytes())
-            file.write((pointers * np.dtype(dtype).itemsize).astype(np.int64).tobytes())
-            file.write(np.asarray(borders, np.int64).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+    data, index = paths(prefix)
+
+    def in_bytes() -> Iterator[bytes]:
+        for document in documents:
+            for sequence in document:
+                tokens = np.asarray(sequence)
+                if tokens.size and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
+                    raise ValueError(
+                        f"document {len(borders) - 1} for {data} has token ids {tokens.min()} to "
+                        f"{tokens.max()}, which {limits.dtype} does not hold"
+                    )
+                lengths.append(tokens.size)
+                yield tokens.astype(dtype).tobytes()
+            borders.append(len(lengths))
         # A reader looks for the index: while it is not there, no new .bin belongs to an old one.
-        finals[1].unlink(missing_ok=True)
-        for draft, final in zip(drafts, finals, strict=True):
-            draft.replace(final)
-    finally:
-        for draft in drafts:
-            draft.unlink(missing_ok=True)
+        index.unlink(missing_ok=True)
+
+    write_file(data, in_bytes())
+    sizes = np.asarray(lengths, np.int32)
+    pointers = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)[:-1]))[: len(sizes)]
+    write_file(
+        index,
+        [
+            _HEAD.pack(_MAGIC, _VERSION, code, len(sizes), len(borders)),
+            sizes.tobytes(),
+            (pointers * np.dtype(dtype).itemsize).astype(np.int64).tobytes(),
+            np.asarray(borders, np.int64).tobytes(),
+        ],
+    )
