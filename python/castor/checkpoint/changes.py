@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from castor import _C
-from castor.checkpoint.container import ComputedTensor, SavedTensor, pieces, read_headers
+from castor.checkpoint.container import ComputedTensor, SavedTensor, pieces, read_headers, values_of
 from castor.checkpoint.contents import Contents
 from castor.checkpoint.documents import decode
 from castor.checkpoint.hub_names import (
@@ -236,13 +236,8 @@ def with_ties(contents: Contents, pairs: Iterable[str]) -> Contents:
 def _same(a: SavedTensor, b: SavedTensor) -> bool:
     if a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
         return False
-    pairs = zip(pieces(values(a)), pieces(values(b)), strict=True)
+    pairs = zip(pieces(values_of(a)), pieces(values_of(b)), strict=True)
     return all(mine == theirs for mine, theirs in pairs)
-
-
-def values(tensor: SavedTensor) -> torch.Tensor:
-    """Returns the tensor, computed if it has to be."""
-    return tensor if isinstance(tensor, torch.Tensor) else tensor.compute()
 
 
 def in_dtype(contents: Contents, dtype: torch.dtype, source: Path) -> Contents:
@@ -342,7 +337,7 @@ def _cast(tensor: SavedTensor, dtype: torch.dtype) -> SavedTensor:
         return tensor
 
     def compute() -> torch.Tensor:
-        exact = values(tensor)
+        exact = values_of(tensor)
         if exact.dtype != torch.float32:
             return exact.to(dtype)
         rounded = torch.empty(exact.shape, dtype=dtype)

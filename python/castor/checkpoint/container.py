@@ -107,6 +107,13 @@ SavedTensor = torch.Tensor | ComputedTensor
 Tensors = Mapping[str, SavedTensor]
 
 
+def values_of(tensor: SavedTensor) -> torch.Tensor:
+    """Returns the tensor's values on the CPU, computed if they have to be."""
+    if isinstance(tensor, ComputedTensor):
+        return tensor.compute()
+    return tensor.detach().cpu()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
     """The place of a tensor: bytes [start, end) of `path`, counted from the file's start."""

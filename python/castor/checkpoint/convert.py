@@ -17,10 +17,9 @@ from castor.checkpoint.changes import (
     in_dtype,
     in_names_of_model,
     in_order,
-    values,
     with_ties,
 )
-from castor.checkpoint.container import ComputedTensor
+from castor.checkpoint.container import ComputedTensor, values_of
 from castor.checkpoint.contents import (
     Contents,
     files_of_model,
@@ -327,7 +326,7 @@ def _trainer(contents: Contents) -> dict[str, Any]:
     counts = [0.0]
     for state in contents.optimizers:
         counts += [
-            float(values(tensor))
+            float(values_of(tensor))
             for key, tensor in state.tensors.items()
             if key.rpartition(".")[2] == "step"
         ]

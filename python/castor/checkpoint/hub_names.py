@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from castor.checkpoint.container import ComputedTensor, SavedTensor
+from castor.checkpoint.container import ComputedTensor, SavedTensor, values_of
 from castor.checkpoint.snapshot import SnapshotTensor, full_shape
 from castor.errors import CheckpointError
 from castor.lazy.replay import in_own_pages
@@ -429,7 +429,8 @@ class Group:
 
     def _value(self, place: int) -> torch.Tensor:
         if place not in self._made.left:
-            self._made.left = dict(enumerate(self._make(_values_of(self._sources))))
+            values = {key: values_of(one) for key, one in self._sources.items()}
+            self._made.left = dict(enumerate(self._make(values)))
         value: torch.Tensor = self._made.left.pop(place)
         return value
 
@@ -491,13 +492,6 @@ class Group:
             for source in self._sources.values():
                 if isinstance(source, ComputedTensor) and source.written is not None:
                     source.written()
-
-
-def _values_of(tensors: Mapping[str, SavedTensor]) -> dict[str, torch.Tensor]:
-    return {
-        key: one.compute() if isinstance(one, ComputedTensor) else one.detach().cpu()
-        for key, one in tensors.items()
-    }
 
 
 def _local_shard(tensor: SavedTensor, *, replicated: bool) -> list[tuple[int, torch.Tensor]] | None:

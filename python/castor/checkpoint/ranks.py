@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from castor.checkpoint.container import SavedTensor
+from castor.checkpoint.container import SavedTensor, values_of
 from castor.checkpoint.model import state_of
 from castor.checkpoint.optimizer import names_of, tensors_and_numbers
-from castor.checkpoint.snapshot import values_of
 from castor.errors import CheckpointError
 from castor.runtime.boosted_model import BoostedModel, compiled_from
 from castor.runtime.engine import Engine

@@ -292,13 +292,6 @@ def _without_values(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def values_of(tensor: SavedTensor) -> torch.Tensor:
-    """Returns the tensor's values on the CPU, computed if they have to be."""
-    if isinstance(tensor, ComputedTensor):
-        return tensor.compute()
-    return tensor.detach().cpu()
-
-
 def full_shape(engines: list[Engine], tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the full shape of a parameter or a buffer of which this rank has a shard."""
     for engine in engines:
