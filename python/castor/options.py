@@ -38,7 +38,8 @@ def from_fields(command: Callable[..., None]) -> Callable[..., None]:
 
     Each field of a dataclass becomes an option with its type and default. Its help is the string
     below the field. What an option has besides is in the field's Annotated: a typer.Option or
-    typer.Argument, and `Read`. A flag that is off by default has one name.
+    typer.Argument, and `Read`, which a field with a default_factory needs. A flag that is off by
+    default has one name.
     """
     hints = get_type_hints(command, include_extras=True)
     kinds = {name: kind for name, kind in hints.items() if is_dataclass(kind)}

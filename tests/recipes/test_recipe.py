@@ -135,6 +135,8 @@ def test_a_fault_is_one_sentence_with_file_and_line(
         ("train.evaluate_every=5", "data.held_out: 0 leaves no rows to evaluate on"),
         ("train.warmup=10", "train.warmup is 10 steps, and train.max_steps is 3"),
         ("method.name=dpo", "recipe.yaml, line 12: data.packing is for sft and pretrain"),
+        ("evaluate={tasks: [a], limit: 2.5}", "evaluate: limit is 2.5; give a number of documents"),
+        ("evaluate={taks: [a]}", "evaluate has no setting 'taks': did you mean 'tasks'"),
     ],
 )
 def test_a_fault_of_an_option_names_the_option(here: Path, given: str, said: str) -> None:
