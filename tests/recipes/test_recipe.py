@@ -136,6 +136,10 @@ def test_a_fault_is_one_sentence_with_file_and_line(
         ("train.warmup=10", "train.warmup is 10 steps, and train.max_steps is 3"),
         ("method.name=dpo", "recipe.yaml, line 12: data.packing is for sft and pretrain"),
         ("evaluate={tasks: [a], limit: 2.5}", "evaluate: limit is 2.5; give a number of documents"),
+        (
+            "evaluate={tasks: [a], confirm_run_unsafe_code: true}",
+            "evaluate: a recipe cannot allow tasks to run code of the model's",
+        ),
         ("evaluate={taks: [a]}", "evaluate has no setting 'taks': did you mean 'tasks'"),
     ],
 )

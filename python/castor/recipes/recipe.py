@@ -288,6 +288,18 @@ class Recipe(_Section):
         self.memory.setdefault("precision", "bf16")
         return self
 
+    @field_validator("evaluate")
+    @classmethod
+    def _no_code(cls, value: Questions | None) -> Questions | None:
+        """Refuses what only the one who runs a recipe may allow, who need not have written it."""
+        if value is not None and value.confirm_run_unsafe_code:
+            raise ValueError(
+                "a recipe cannot allow tasks to run code of the model's; leave "
+                "confirm_run_unsafe_code out, and run castor evaluate --confirm-run-unsafe-code "
+                "after training"
+            )
+        return value
+
     @field_validator("memory", mode="before")
     @classmethod
     def _auto(cls, value: Any) -> Any:
