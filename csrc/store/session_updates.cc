@@ -26,7 +26,19 @@ struct OperatorVisit {
   ChunkPins chunks;
   std::unique_ptr<StoredWeights::Visit> weights;
   std::vector<std::shared_ptr<void>> gradients;  // that are sharded
+  std::shared_ptr<void> awaited;                 // ends first, when the operator has read those
 };
+
+/// Returns an object whose end waits for what the device has been given: an operator has returned
+/// by then, but may still be under way.
+std::shared_ptr<void> await_at_end(const SessionDevice& device) {
+  return {nullptr, [&device](void*) {
+            try {
+              device.await();
+            } catch (...) {  // the device is lost, and says so to whoever uses it next
+            }
+          }};
+}
 
 RuntimeOptions runtime_options(const SessionMemory& memory, const SessionOptions& options) {
   RuntimeOptions own = options.runtime;
@@ -288,7 +300,8 @@ std::shared_ptr<void> SessionUpdates::visit(std::shared_ptr<void> owner,
   auto visit = std::make_shared<OperatorVisit>(OperatorVisit{.owner = std::move(owner),
                                                              .chunks = ChunkPins(*runtime_),
                                                              .weights = nullptr,
-                                                             .gradients = {}});
+                                                             .gradients = {},
+                                                             .awaited = nullptr});
   const SessionChunks& chunks = parts_.chunks;
   std::vector<WeightUse> in_window;
   for (const OperatorUse& use : uses) {
@@ -301,6 +314,11 @@ std::shared_ptr<void> SessionUpdates::visit(std::shared_ptr<void> owner,
       using Access = GradientShards::Access;
       visit->gradients.push_back(
           chunks.gradient_shards()->visit(chunk, use.writes ? Access::kWrite : Access::kRead));
+      // The next reader's copy may lie where this one does.
+      if (parts_.memory.device().computes_by_itself() &&
+          !chunks.gradient_shards()->has_copy(chunk)) {
+        visit->awaited = await_at_end(parts_.memory.device());
+      }
       continue;
     }
     if (chunks.weights() != nullptr && used == PayloadKind::kParam && use.writes) {

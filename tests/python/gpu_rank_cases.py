@@ -188,6 +188,31 @@ def reductions(directory: Path) -> None:
     write_own(directory, "reductions", found)
 
 
+STREAMED = SMALL | {"placement_policy": "cpu"}
+"""All chunks are streamed."""
+
+
+def reads_gradients(directory: Path) -> None:
+    """Gradients of each step, all read one after the other, in each stage of ZeRO."""
+    with _of_rank() as rank:
+        found = []
+        for stage in (1, 2, 3):
+            booster, model, optimizer = boosted = boost(
+                RankCase(tower, _tower_loss, STREAMED | {"zero_stage": stage})
+            )
+            seen: list[torch.Tensor] = []
+            for step in range(STEPS):
+                booster.backward(_tower_loss(model, 2 * step + rank, rank), optimizer)
+                for _ in range(3):
+                    seen += [param.grad.clone() for param in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(seen)
+            del boosted, booster, model, optimizer
+            distributed.barrier()  # the others may still read this rank's shards
+        torch.save(found, directory / f"read{rank}.pt")
+
+
 def one_ends_beside_sums(_: Path) -> None:
     """Rank 1 is gone, or stops, before its third step, of which rank 0 waits for the gradients."""
     with _of_rank() as rank:

@@ -243,6 +243,17 @@ def test_a_backends_sums_of_gradients_are_near_and_take_less_memory(
         assert len(said) == len(found)
 
 
+def test_sharded_gradients_stay_where_they_are_while_a_kernel_reads_them(
+    simgpu: str, tmp_path: Path
+) -> None:
+    """The copy that an operator reads is the next one's only when the device has read it."""
+    del simgpu
+    succeeded(run(gpu_rank_cases.reads_gradients, 2, tmp_path))
+    (expected, *sharded), of_other = (torch.load(tmp_path / f"read{rank}.pt") for rank in range(2))
+    for values in (*sharded, *of_other):
+        assert all(map(torch.equal, values, expected))
+
+
 @pytest.mark.parametrize("where", ["the CPU device", "the host's link"])
 def test_a_backends_sums_need_a_backend(
     where: str, on: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
