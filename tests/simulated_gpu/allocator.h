@@ -61,6 +61,8 @@ struct Counts {
   std::atomic<std::size_t> norm_launches{0};
   std::atomic<std::size_t> copies_in{0};
   std::atomic<std::size_t> copies_out{0};
+  std::atomic<std::size_t> bytes_in{0};  // by these, and by torch's copies between host and device
+  std::atomic<std::size_t> bytes_out{0};
   std::atomic<std::size_t> host_waits{0};   ///< calls in which the host waits for a stream
   std::atomic<std::size_t> fences{0};       ///< moments of a stream that the host has waited for
   std::atomic<std::size_t> collectives{0};  ///< of simnccl; messages are counted as well

@@ -143,6 +143,7 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes,
                             cudaMemcpyKind kind, cudaStream_t stream) {
   auto& counts = castor::simulated::counts();
   ++(kind == cudaMemcpyHostToDevice ? counts.copies_in : counts.copies_out);
+  (kind == cudaMemcpyHostToDevice ? counts.bytes_in : counts.bytes_out) += bytes;
   Gpu::instance().stream(id_of(stream))->enqueue([=] { std::memcpy(target, source, bytes); });
   return state();
 }

@@ -34,6 +34,8 @@ py::dict count_figures() {
   figures["norm_launches"] = counts().norm_launches.load();
   figures["copies_in"] = counts().copies_in.load();
   figures["copies_out"] = counts().copies_out.load();
+  figures["bytes_in"] = counts().bytes_in.load();
+  figures["bytes_out"] = counts().bytes_out.load();
   figures["fences"] = counts().fences.load();
   figures["host_waits"] = counts().host_waits.load();
   figures["collectives"] = counts().collectives.load();

@@ -542,6 +542,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   } else if (on_device(self)) {
     TORCH_CHECK(from.device().is_cpu(), "cannot copy from ", from.device(), " to ", kDevice);
     const bool stays = non_blocking && page_locked(from);
+    counts().bytes_in += self.nbytes();
     enqueue(host_view(self), stays ? borrowed(from) : from.clone());
     if (!non_blocking) {
       ++counts().host_waits;
@@ -549,6 +550,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
     }
   } else {
     TORCH_CHECK(self.device().is_cpu(), "cannot copy from ", kDevice, " to ", self.device());
+    counts().bytes_out += self.nbytes();
     enqueue(borrowed(self), host_view(from));
     if (!(non_blocking && page_locked(self))) {
       ++counts().host_waits;
