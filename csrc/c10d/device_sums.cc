@@ -80,14 +80,17 @@ void DeviceSums::reduce_scatter_mean(std::span<const std::byte> values, From fro
   const c10::Device source = from == From::kHost ? c10::Device(at::kCPU) : device_;
   for (std::size_t begin = 0; begin < shard.size(); begin += most) {
     const std::size_t bytes = std::min(most, shard.size() - begin);
-    for (std::size_t rank = 0; rank < ranks; ++rank) {
-      auto* const of_rank = const_cast<std::byte*>(values.data()) + rank * shard.size() + begin;
+    auto* const given = const_cast<std::byte*>(values.data());
+    const bool in_place = from == From::kDevice && bytes == shard.size();
+    for (std::size_t rank = 0; rank < ranks && !in_place; ++rank) {
       bytes_at(window_.data() + rank * bytes, bytes, device_)
-          .copy_(bytes_at(of_rank, bytes, source), /*non_blocking=*/true);
+          .copy_(bytes_at(given + rank * shard.size() + begin, bytes, source),
+                 /*non_blocking=*/true);
     }
+    const at::Tensor all = bytes_at(in_place ? given : window_.data(), ranks * bytes, device_);
     const at::Tensor mean = bytes_at(window_.data() + ranks * most, bytes, device_);
-    ranks_->reduce_scatter(bytes_at(window_.data(), ranks * bytes, device_).view(to_torch(type)),
-                           mean.view(to_torch(type)), DeviceCollectives::Result::kMean);
+    ranks_->reduce_scatter(all.view(to_torch(type)), mean.view(to_torch(type)),
+                           DeviceCollectives::Result::kMean);
     bytes_at(shard.data() + begin, bytes, at::kCPU).copy_(mean, /*non_blocking=*/true);
   }
   finish();

@@ -33,7 +33,8 @@ std::size_t RankReduction::window_bytes(std::size_t largest, std::size_t ranks, 
   return relayed ? GradientRelay::window_bytes(piece, sharing) : piece;
 }
 
-void RankReduction::reduce(Payload& gradients, ScalarType type) {
+void RankReduction::reduce(Payload& gradients, ScalarType type,
+                           std::span<const std::byte> gathered) {
   const bool shared = shared_storage_ != nullptr && shared_storage_->contains(gradients.storage());
   if (sums_ != nullptr && all_true(ranks_, staging_.staged(gradients))) {
     sums_->all_reduce_mean({gradients.data(), gradients.bytes()}, type);
@@ -54,7 +55,10 @@ void RankReduction::reduce(Payload& gradients, ScalarType type) {
                   {window_.data(), window_.bytes()}, figures_)
         .run();
   } else {
-    exchange(gradients, all, type, shared);
+    const bool staged = sums_ != nullptr && staging_.staged(gradients);
+    exchange(gradients,
+             staged ? std::span<const std::byte>(gradients.data(), gradients.bytes()) : gathered,
+             all, type, shared);
   }
   if (!shared) {
     staging_.send(gradients, all);
@@ -68,20 +72,21 @@ void RankReduction::reduce(Payload& gradients, ScalarType type) {
     std::memcpy(gradients.data(), shared_storage_->common(gradients.storage()), gradients.bytes());
   } else if (gradients.has_copy()) {
     gradients.drop_copy();
-  } else {
+  } else if (gathered.empty()) {
     shared_storage_->forget({gradients.host_storage(), gradients.bytes()});
   }
 }
 
-void RankReduction::exchange(const Payload& gradients, std::span<std::byte> all, ScalarType type,
-                             bool shared) {
+// `on_device`: this rank's values in memory of the device; empty: `all` has them.
+void RankReduction::exchange(const Payload& gradients, std::span<const std::byte> on_device,
+                             std::span<std::byte> all, ScalarType type, bool shared) {
   const std::size_t granule = ranks_.size() * kParamAlignment;
   const std::size_t room = sums_ == nullptr ? window_.bytes() : window_.bytes() * ranks_.size();
   const std::size_t step = room / granule * granule;
   for (std::size_t begin = 0; begin < all.size(); begin += step) {
     const std::span<std::byte> piece = all.subspan(begin, std::min(step, all.size() - begin));
     const std::span own(window_.data(), piece.size() / ranks_.size());
-    sum_piece(gradients, piece, begin, own, type);
+    sum_piece(on_device, piece, begin, own, type);
     if (shared) {
       // Every rank has sent what it has of this piece.
       std::memcpy(shared_storage_->common(gradients.storage() + begin) + ranks_.rank() * own.size(),
@@ -93,14 +98,14 @@ void RankReduction::exchange(const Payload& gradients, std::span<std::byte> all,
   }
 }
 
-void RankReduction::sum_piece(const Payload& gradients, std::span<std::byte> piece,
+void RankReduction::sum_piece(std::span<const std::byte> on_device, std::span<std::byte> piece,
                               std::size_t begin, std::span<std::byte> own, ScalarType type) {
   if (sums_ == nullptr) {
     const std::span parts(window_.data(), piece.size());
     ranks_.all_to_all(piece, parts);
     average(&executor_, own.data(), parts.data(), ranks_.size(), own.size() / size_of(type), type);
-  } else if (staging_.staged(gradients)) {
-    sums_->reduce_scatter_mean({gradients.data() + begin, piece.size()}, BackendSums::From::kDevice,
+  } else if (!on_device.empty()) {
+    sums_->reduce_scatter_mean(on_device.subspan(begin, piece.size()), BackendSums::From::kDevice,
                                own, type);
   } else {
     sums_->reduce_scatter_mean(piece, BackendSums::From::kHost, own, type);
@@ -109,11 +114,11 @@ void RankReduction::sum_piece(const Payload& gradients, std::span<std::byte> pie
 
 // A rank's part is in one piece, so what ranks exchange of a part in several windows is gathered
 // from all parts first, in one half of the window, and comes into the other.
-void RankReduction::reduce_scatter(std::span<const std::byte> gradients, std::span<std::byte> shard,
-                                   ScalarType type) {
+void RankReduction::reduce_scatter(std::span<const std::byte> gradients, BackendSums::From from,
+                                   std::span<std::byte> shard, ScalarType type) {
   const std::size_t ranks = ranks_.size();
   if (sums_ != nullptr) {
-    sums_->reduce_scatter_mean(gradients, BackendSums::From::kHost, shard, type);
+    sums_->reduce_scatter_mean(gradients, from, shard, type);
     figures_.add_bytes((ranks - 1) * shard.size());
     return;
   }

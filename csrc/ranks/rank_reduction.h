@@ -57,16 +57,21 @@ class RankReduction {
 
   /// Averages `gradients`, and drops their own copy (Payload::take_copy). Throws OutOfMemory where
   /// they are on a device and their host storage is shared: they pass through such a copy.
-  void reduce(Payload& gradients, ScalarType type);
+  /// `gathered`: this rank's values, where they are in memory of the device and only their mean
+  /// goes to the payload; empty: the payload has them. Requires a backend's sums where it is not
+  /// empty; ranks may differ in that.
+  void reduce(Payload& gradients, ScalarType type, std::span<const std::byte> gathered = {});
   /// Writes the mean of this rank's shard alone into `shard`, apart from `gradients`: a
-  /// reduce-scatter, which sends (n-1)/n of the bytes.
-  void reduce_scatter(std::span<const std::byte> gradients, std::span<std::byte> shard,
-                      ScalarType type);
+  /// reduce-scatter, which sends (n-1)/n of the bytes. `from`: the memory that `gradients` are in;
+  /// kDevice requires a backend's sums.
+  void reduce_scatter(std::span<const std::byte> gradients, BackendSums::From from,
+                      std::span<std::byte> shard, ScalarType type);
 
  private:
-  void exchange(const Payload& gradients, std::span<std::byte> all, ScalarType type, bool shared);
-  void sum_piece(const Payload& gradients, std::span<std::byte> piece, std::size_t begin,
-                 std::span<std::byte> own, ScalarType type);
+  void exchange(const Payload& gradients, std::span<const std::byte> on_device,
+                std::span<std::byte> all, ScalarType type, bool shared);
+  void sum_piece(std::span<const std::byte> on_device, std::span<std::byte> piece,
+                 std::size_t begin, std::span<std::byte> own, ScalarType type);
 
   Collectives& ranks_;
   const SharedHostStorage* const shared_storage_;

@@ -8,6 +8,7 @@
 #include "core/copy_engine.h"
 #include "core/payload.h"
 #include "store/device_backend.h"
+#include "store/device_gradients.h"
 #include "store/gradient_shards.h"
 
 namespace castor {
@@ -53,6 +54,9 @@ class ChunkGradients {
   /// Calls `work` while all of the chunk's gradients are in memory, complete. `work` makes them
   /// those of all ranks.
   virtual void average(ChunkId chunk, const std::function<void()>& work) = 0;
+  /// Has gradients of chunks that gather (DeviceGradients::begin) added there from now on; nullptr:
+  /// none gather.
+  virtual void gather_in(DeviceGradients* gathered) = 0;
   /// Notes that all of the chunk's gradients have come, and become those of all ranks without
   /// average().
   virtual void hand_over(ChunkId chunk) = 0;

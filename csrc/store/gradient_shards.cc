@@ -188,7 +188,9 @@ void GradientShards::reduce(ChunkId chunk, const Reduce& work) {
   own.busy = false;
   if (!failure) {
     own.reduced = true;
-    drop(chunk);
+    if (own.copy) {
+      drop(chunk);
+    }
   }
   changed_.notify_all();
   if (failure) {

@@ -76,8 +76,8 @@ class GradientShards {
 
   /// Function that gets the full copy, and the place of this rank's shard of the mean.
   using Reduce = std::function<void(std::span<const std::byte> copy, std::span<std::byte> shard)>;
-  /// Reduces the copies of all ranks to shards of their mean, and drops this rank's copy. Requires
-  /// a copy.
+  /// Reduces the copies of all ranks to shards of their mean, and drops this rank's copy; without a
+  /// copy, `work` gets an empty one, and knows where this rank's gradients are.
   void reduce(ChunkId chunk, const Reduce& work);
 
   [[nodiscard]] std::size_t shard_bytes() const noexcept { return shard_bytes_; }

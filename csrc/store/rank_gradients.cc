@@ -54,6 +54,13 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr
         device.allocate(sums_->window_bytes(largest_gradients(layout)),
                         "gradients pass through it with reduction='backend'; raise device_memory");
     sums_->use_window({device_window_.data(), device_window_.bytes()});
+    std::vector<bool> gathers(layout_.chunks().size());
+    for (std::size_t i = 0; i < gathers.size(); ++i) {
+      gathers[i] = may_gather(ChunkId{static_cast<std::uint32_t>(i)});
+    }
+    gathered_ =
+        std::make_unique<DeviceGradients>(layout_, gathers, device, std::move(places.copies));
+    gradients_.gather_in(gathered_.get());
   }
   ranks_->set_place("");  // beside a pass, at whose end ranks compare marks
   if (shared_storage_ == nullptr && gradient_shards_ == nullptr && !sums_) {
@@ -80,6 +87,7 @@ RankGradients::~RankGradients() {
   if (sums_ && reductions_ && reductions_->under_way()) {
     sums_->leave();  // the reductions' thread may wait for ranks that do not come
   }
+  gradients_.gather_in(nullptr);
 }
 
 bool RankGradients::in_shared_host_storage(ChunkId chunk) const {
@@ -93,12 +101,49 @@ bool RankGradients::added_on_device(ChunkId chunk) const {
   return sums_ && payload != nullptr && payload->tier() == TierKind::kDevice;
 }
 
+bool RankGradients::may_gather(ChunkId chunk) const {
+  const Payload* const payload = gradients_.payload(chunk);
+  return sharded(chunk) || (payload != nullptr && payload->tier() == TierKind::kHost);
+}
+
+bool RankGradients::begin_gathering(ChunkId chunk, OperatorGate& gate) {
+  const bool has_full_copy =
+      sharded(chunk) ? gradient_shards_->has_copy(chunk)
+                     : in_shared_host_storage(chunk) && gradients_.payload(chunk)->has_copy();
+  if (!synchronised_ || handed_[index(chunk)] || has_full_copy || !may_gather(chunk) ||
+      gradients_.in_several_passes(chunk) || gradients_.seen(chunk)) {
+    return false;
+  }
+  gate.pass(gradient_group(layout_, chunk));  // the last update may still read what will be written
+  gradients_.leave_to_holders(chunk);
+  if (sharded(chunk)) {
+    gradient_shards_->drop_copy(chunk);  // that somebody has only read
+  }
+  using Progress = BackwardReductions::Progress;
+  bool begun = gathered_->begin(chunk);
+  while (!begun && patient_) {
+    const Progress progress = reductions_->wait_for_others(kPatience);
+    begun = gathered_->begin(chunk);
+    patient_ = progress != Progress::kNone;
+    if (progress != Progress::kMade) {
+      break;
+    }
+  }
+  if (begun) {
+    gate.close(gradient_group(layout_, chunk));  // whoever reads them brings them home
+  }
+  return begun;
+}
+
 void RankGradients::arriving(ChunkId chunk, OperatorGate& gate) {
-  if (!copied(chunk)) {
+  if (gathering(chunk) || (!copied(chunk) && !(gathered_ && may_gather(chunk)))) {
     return;
   }
   if (!std::exchange(begun_, true)) {
     forget_last_step(gate);
+  }
+  if ((gathered_ && begin_gathering(chunk, gate)) || !copied(chunk)) {
+    return;
   }
   using Progress = BackwardReductions::Progress;
   Progress progress = Progress::kMade;
@@ -243,6 +288,9 @@ void RankGradients::completed(ChunkId chunk, OperatorGate& gate) {
   if (!synchronised_ || !reduced_beside_backward(chunk) || handed_[index(chunk)]) {
     return;
   }
+  if (gathering(chunk) && !gathered_->complete(chunk)) {
+    gate.pass(gradient_group(layout_, chunk));  // what is not there has come to the host
+  }
   fences_[index(chunk)] = gradients_.fence();
   if (reductions_->complete(chunk)) {
     handed_[index(chunk)] = true;
@@ -257,6 +305,24 @@ void RankGradients::wait(ChunkId chunk) {
     reductions_->wait(chunk);
     ranks_->set_place("");
   }
+}
+
+void RankGradients::settle(ChunkId chunk) {
+  wait(chunk);
+  if (!gathered_) {
+    return;
+  }
+  gathered_->bring_home(chunk, [this, chunk] {
+    if (sharded(chunk)) {
+      gradient_shards_->take_copy(chunk, GradientShards::Contents::kZeros);
+      return gradient_shards_->copy(chunk);
+    }
+    if (in_shared_host_storage(chunk)) {
+      const MutexLock lock(mutex_);
+      gradients_.payload(chunk)->take_copy(Payload::CopyContents::kZeros);
+    }
+    return gradients_.payload(chunk)->data();
+  });
 }
 
 void RankGradients::end_backward(OperatorGate& gate) {
@@ -306,16 +372,23 @@ void RankGradients::average(SyncPoint point, OperatorGate& gate,
 }
 
 void RankGradients::reduce(ChunkId chunk) {
+  using From = BackendSums::From;
   const ScalarType type = layout_.chunk(chunk).type;
+  const std::span<const std::byte> gathered =
+      gathered_ ? gathered_->values(chunk) : std::span<const std::byte>();
   if (sharded(chunk)) {
-    gradient_shards_->reduce(chunk,
-                             [&](std::span<const std::byte> copy, std::span<std::byte> shard) {
-                               reduction_.reduce_scatter(copy, shard, type);
-                             });
-    return;
+    gradient_shards_->reduce(
+        chunk, [&](std::span<const std::byte> copy, std::span<std::byte> shard) {
+          reduction_.reduce_scatter(gathered.empty() ? copy : gathered,
+                                    gathered.empty() ? From::kHost : From::kDevice, shard, type);
+        });
+  } else {
+    reduction_.reduce(*gradients_.payload(chunk), type, gathered);
+    drop_copy(chunk);
   }
-  reduction_.reduce(*gradients_.payload(chunk), type);
-  drop_copy(chunk);
+  if (!gathered.empty()) {
+    gathered_->release(chunk, gathered.size() / ranks_->size());
+  }
 }
 
 // Gradients that some parameters lack count as well, so that all ranks have the same pieces.

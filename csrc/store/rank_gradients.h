@@ -18,6 +18,7 @@
 #include "ranks/rank_figures.h"
 #include "ranks/rank_reduction.h"
 #include "store/chunk_gradients.h"
+#include "store/device_gradients.h"
 #include "store/gradient_shards.h"
 #include "store/operator_gate.h"
 
@@ -33,7 +34,11 @@ namespace castor {
 /// the host has room for them, and where it has none, waits until the others free one.
 ///
 /// The same holds if each rank keeps its shard of the mean (GradientShards), and, without a copy,
-/// for chunks on the device where a backend adds gradients up (BackendSums).
+/// where a backend adds gradients up (BackendSums): for chunks on the device, and for streamed
+/// chunks, whose gradients gather on the device until then (DeviceGradients). Those of a streamed
+/// chunk take the way through the host where p.grad has gradients before the pass, where several
+/// passes bring them, where no buffer is free, and where somebody reads p.grad before all ranks
+/// have theirs.
 ///
 /// Owned by the session; used by the one thread at a time that runs backward and step.
 class RankGradients {
@@ -45,6 +50,8 @@ class RankGradients {
     GradientShards* gradient_shards;   ///< sharded gradients; nullptr: there are none
     const ShardMap& shards;            ///< map of those shards
     DeviceStaging staging;             ///< staging buffers of gradients on a device
+    /// Copies of gradients that gather on the device; nullptr where the host addresses its memory.
+    std::shared_ptr<CopyEngine> copies;
   };
   /// Takes windows from `host`, and from `device` where `sums` adds up; nullptr: castor does, in
   /// rank order. Throws OutOfMemory. All arguments but `ranks` and `sums` outlive this.
@@ -79,6 +86,9 @@ class RankGradients {
   void completed(ChunkId chunk, OperatorGate& gate);
   /// Returns when the chunk's gradients are not being reduced.
   void wait(ChunkId chunk);
+  /// Returns when the chunk's gradients are in its payload or its shards, and not being reduced.
+  /// May be called from any thread. Throws OutOfMemory where the host has no room for them.
+  void settle(ChunkId chunk);
   /// Ends the outermost backward pass: reduces gradients, if passes are synchronised. Waits for
   /// the other ranks: the caller gives Python's lock up for this and for begin_step().
   void end_backward(OperatorGate& gate);
@@ -110,9 +120,16 @@ class RankGradients {
   }
   // Returns whether a backend adds up the chunk's gradients where they are, on the device.
   [[nodiscard]] bool added_on_device(ChunkId chunk) const;
-  [[nodiscard]] bool reduced_beside_backward(ChunkId chunk) const {
-    return copied(chunk) || added_on_device(chunk);
+  // Returns whether the chunk's gradients may gather on the device.
+  [[nodiscard]] bool may_gather(ChunkId chunk) const;
+  [[nodiscard]] bool gathering(ChunkId chunk) const {
+    return gathered_ && gathered_->gathering(chunk);
   }
+  [[nodiscard]] bool reduced_beside_backward(ChunkId chunk) const {
+    return copied(chunk) || added_on_device(chunk) || gathering(chunk);
+  }
+  // Has the gradients of a pass gather on the device, if they may and there is a buffer.
+  [[nodiscard]] bool begin_gathering(ChunkId chunk, OperatorGate& gate);
   // Takes this rank's full copy of a chunk's gradients.
   void take_copy(ChunkId chunk);
   // Takes the copy that the chunk's first gradient of a pass goes into.
@@ -140,7 +157,8 @@ class RankGradients {
   Executor& executor_;
   MemoryTier& host_;
   RankFigures figures_;
-  Block device_window_;  // of sums_
+  Block device_window_;                        // of sums_
+  std::unique_ptr<DeviceGradients> gathered_;  // nullptr: castor adds up
   RankReduction reduction_;
   bool synchronised_ = true;
   bool begun_ = false;        // a pass has begun

@@ -287,7 +287,7 @@ void SessionUpdates::settle_group(std::size_t group) {
   if (of_gradients) {
     parts_.gradients.wait(chunk);
     if (ranks_) {
-      ranks_->gradients().wait(chunk);
+      ranks_->gradients().settle(chunk);
     }
   }
   updater_.wait(chunk);

@@ -246,10 +246,17 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
     leave_to_holders(param);
   }
   forget_stored(chunk);
+  const bool kept = others_hold(grad);
+  if (leaves_device && gathered_ != nullptr && gathered_->gathering(chunk)) {
+    if (!kept && gather(param, grad)) {
+      grad = gradient.view;
+      return {};
+    }
+    gate_->pass(group(chunk));  // brings the others home: who holds this one may look at it there
+  }
   if (sharded(chunk)) {
     shards_->take_copy(chunk, contents_of_copy(chunk));
   }
-  const bool kept = others_hold(grad);
   const std::uint64_t start_ns = leaves_device ? runtime_->clock_ns() : 0;
   if (leaves_device && copies_ && !kept && !stored(chunk) &&
       grad.storage().use_count() <= max_uses && send(param, grad)) {
@@ -270,6 +277,29 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
   }
   bytes_moved_ += gradient.view.nbytes();
   return {.bytes = gradient.view.nbytes(), .start_ns = start_ns, .end_ns = end_ns};
+}
+
+// Copies the gradient to those of its chunk that gather on the device. Returns false where the
+// chunk does not any more.
+bool GradientSink::gather(ParamId param, const at::Tensor& grad) {
+  return gathered_->add(param, [&](std::span<std::byte> buffer, bool first) {
+    const ParamSpec& spec = layout_.param(param);
+    const auto options = at::TensorOptions().device(to_torch(device_.id()));
+    if (first) {  // what lies between parameters, and behind the last one, is added up as well
+      at::for_blob(buffer.data(), static_cast<std::int64_t>(buffer.size()))
+          .options(options.dtype(at::kByte))
+          .target_device(options.device())
+          .make_tensor()
+          .zero_();
+    }
+    at::for_blob(buffer.data() + layout_.place(param).offset * size_of(spec.type),
+                 geometries_[index(param)].sizes)
+        .strides(geometries_[index(param)].strides)
+        .options(options.dtype(to_torch(spec.type)))
+        .target_device(options.device())
+        .make_tensor()
+        .copy_(grad);
+  });
 }
 
 // Sends the gradient to its payload by a copy beside backward, if all of its memory is the

@@ -91,6 +91,7 @@ class GradientSink final : public ChunkGradients {
   [[nodiscard]] GradientMarks marks() const override;
   void make_present(ParamId param, double scale) override;
   void average(ChunkId chunk, const std::function<void()>& work) override;
+  void gather_in(DeviceGradients* gathered) override { gathered_ = gathered; }
   void hand_over(ChunkId chunk) override { fresh_[index(chunk)] = false; }
   [[nodiscard]] Payload* payload(ChunkId chunk) const override {
     return manager_.payload(chunk, PayloadKind::kGrad).get();
@@ -133,7 +134,9 @@ class GradientSink final : public ChunkGradients {
   /// Calls `visit` for the storage of every gradient, in memory or not.
   void for_each_storage(const std::function<void(const c10::Storage&)>& visit) const;
   /// Returns the bytes that went from the device to payloads on the host.
-  [[nodiscard]] std::uint64_t bytes_moved() const noexcept { return bytes_moved_; }
+  [[nodiscard]] std::uint64_t bytes_moved() const noexcept {
+    return bytes_moved_ + (gathered_ == nullptr ? 0 : gathered_->bytes_moved());
+  }
 
  private:
   [[nodiscard]] bool trainable(ParamId param) const { return layout_.param(param).trainable; }
@@ -151,6 +154,7 @@ class GradientSink final : public ChunkGradients {
   [[nodiscard]] std::byte* data(ParamId param) const;
   GradientCopy adopt(ParamId param, at::Tensor& grad, std::size_t max_uses);
   void forget_stored(ChunkId chunk);
+  [[nodiscard]] bool gather(ParamId param, const at::Tensor& grad);
   [[nodiscard]] bool send(ParamId param, const at::Tensor& grad);
 
   ChunkManager& manager_;
@@ -164,6 +168,7 @@ class GradientSink final : public ChunkGradients {
   const bool scaled_;
   Runtime* runtime_ = nullptr;
   TensorGate* gate_ = nullptr;
+  DeviceGradients* gathered_ = nullptr;     // nullptr: all gradients of streamed chunks go home
   std::unique_ptr<GradientCopies> copies_;  // nullptr where copies are not asynchronous
   std::vector<Gradient> gradients_;         // per parameter
   std::vector<ParamGeometry> geometries_;   // per parameter: geometry of its gradient

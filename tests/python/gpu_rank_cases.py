@@ -4,11 +4,13 @@ CASTOR_TEST_DEVICE says on which: "simgpu:1", "cuda", or the CPU device without 
 """
 
 import functools
+import itertools
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ import grids
 import helpers
 import low_level_zero_cases
 import rank_cases
+from castor.runtime.engine import engine_of
 from fused_optimizers import MAKERS
 from helpers import GIB, tight_memory
 from rank_cases import RankCase, _frozen, _of_rank, _refused, _tower_loss, _zoo, boost
@@ -163,8 +166,9 @@ REDUCED_ON = {
 """By the number of ranks."""
 
 
-BESIDE = (16 << 20) + (16 << 10)
-"""Device bytes of two communicators of the simulated GPU and of the window of small chunks."""
+BESIDE = (16 << 20) + (48 << 10)
+"""Device bytes of two communicators of the simulated GPU, and for small chunks of the window and of
+the buffers in which gradients gather."""
 
 
 def reductions(directory: Path) -> None:
@@ -190,6 +194,168 @@ def reductions(directory: Path) -> None:
 
 STREAMED = SMALL | {"placement_policy": "cpu"}
 """All chunks are streamed."""
+STORED = {
+    "shared host storage": STREAMED,
+    "host storage of each rank": STREAMED,
+    "stage 2": STREAMED | {"zero_stage": 2},
+    "stage 3": STREAMED | {"zero_stage": 3},
+}
+"""Places of weights and gradients between steps."""
+
+
+def _stored(place: str, rank: int, **settings: Any) -> helpers.Boosted:
+    if place == "host storage of each rank" and rank == 1:
+        torch.simgpu.gpu.refuse_pages(1)  # type: ignore[attr-defined]
+    return boost(RankCase(tower, _tower_loss, STORED[place]), **settings)
+
+
+def gathers(directory: Path) -> None:
+    """Bytes of gradients that cross the link in backward passes, in each place and reduction."""
+    with _of_rank() as rank:
+        gpu = torch.simgpu.gpu  # type: ignore[attr-defined]
+        found: dict[str, Any] = {}
+        for place in STORED:
+            of_place = found.setdefault(place, {"weights": [], "losses": []})
+            for reduction in ("ordered", "backend"):
+                booster, model, optimizer = boosted = _stored(place, rank, reduction=reduction)
+                chunks = [
+                    chunk["used_bytes"]
+                    for chunk in engine_of(model).session.chunks()
+                    if chunk["trainable"]
+                ]
+                passes = of_place[reduction] = []
+                losses: list[float] = []
+                for step in range(STEPS):
+                    loss = _tower_loss(model, 10 * step + rank, rank)
+                    before, told = gpu.counts(), booster.report(model)
+                    booster.backward(loss, optimizer)
+                    after, tells = gpu.counts(), booster.report(model)
+                    passes.append({
+                        "home": after["bytes_out"] - before["bytes_out"],
+                        "told": tells.d2h_bytes - told.d2h_bytes,
+                        "back": after["bytes_in"] - before["bytes_in"]
+                        - (tells.h2d_bytes - told.h2d_bytes),
+                    })  # fmt: skip
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+                of_place["losses"].append(losses)
+                of_place["weights"].append(helpers.copies(model.parameters()))
+                of_place["chunks"] = chunks
+                del boosted, booster, model, optimizer, loss
+                distributed.barrier()  # the others may still read this rank's shards
+        torch.save(found, directory / f"gathers{rank}.pt")
+
+
+def _read_within_backward(boosted: helpers.Boosted) -> Callable[[], None]:
+    """Reads gradients of the layers behind while a layer's backward is under way."""
+    layers = list(boosted.model.layers)
+
+    def read(number: int) -> None:
+        behind = layers[number + 1].weight.grad
+        if behind is not None:
+            behind.abs().sum().item()
+
+    for number, layer in enumerate(layers[:-1]):
+        layer.register_full_backward_pre_hook(lambda *_, number=number: read(number))
+    return boosted.optimizer.zero_grad
+
+
+def _zeros_in_place(boosted: helpers.Boosted) -> Callable[[], None]:
+    return lambda: boosted.optimizer.zero_grad(set_to_none=False)
+
+
+def _keeps_gradients(boosted: helpers.Boosted) -> Callable[[], None]:
+    """Holds p.grad of the step before, which keeps its values where it is not sharded."""
+    sharded = boosted.report().zero_stage > 1
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep() -> None:
+        for held, values in kept:
+            assert sharded or torch.equal(held, values)
+        kept[:] = [(p.grad, p.grad.clone()) for p in boosted.model.parameters()]
+        boosted.optimizer.zero_grad()
+
+    return keep
+
+
+def _clips(boosted: helpers.Boosted) -> Callable[[], None]:
+    return boosted.optimizer.zero_grad
+
+
+WAYS = {
+    "plain": _clips,
+    "read within backward": _read_within_backward,
+    "zeros in place": _zeros_in_place,
+    "kept": _keeps_gradients,
+    "clipped by the loop": _clips,
+    "two passes": _clips,
+    "no_sync": _clips,
+}
+"""What a loop does with gradients; what is called behind each step."""
+
+
+def gathers_in_each_way(directory: Path) -> None:
+    """Weights and gradients of loops that read, keep and add up gradients; by place, reduction."""
+    with _of_rank() as rank:
+        found: dict[tuple[str, str, str], list[torch.Tensor]] = {}
+        for place, way, reduction in itertools.product(STORED, WAYS, ("ordered", "backend")):
+            booster, model, optimizer = boosted = _stored(
+                place, rank, reduction=reduction, max_norm=0.0 if "clipped" in way else 0.5
+            )
+            end_step = WAYS[way](boosted)
+            seen = found[place, way, reduction] = []
+            for step in range(3):
+                for last in (False, True) if way in ("two passes", "no_sync") else (True,):
+                    deferred = way == "no_sync" and not last
+                    with booster.no_sync(model) if deferred else nullcontext():
+                        loss = _tower_loss(model, 20 * step + 2 * rank + last, rank)
+                        booster.backward(loss, optimizer)
+                seen += [param.grad.clone() for param in model.parameters()]
+                if "clipped" in way:
+                    seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+                optimizer.step()
+                end_step()
+            seen += helpers.copies(model.parameters())
+            del boosted, booster, model, optimizer, loss, end_step
+            distributed.barrier()  # the others may still read this rank's shards
+        torch.save(found, directory / f"ways{rank}.pt")
+
+
+def _wide_loss(model: nn.Module, seed: int, _: int) -> torch.Tensor:
+    loss: torch.Tensor = model(**tower_batch(seed, width=1600))
+    return loss
+
+
+WIDE = {
+    f"wide, stage {stage}": RankCase(
+        lambda: tower(width=1600, depth=2),
+        _wide_loss,
+        {"placement_policy": "cpu", "zero_stage": stage, "memory": GIB},
+    )
+    for stage in (1, 2)
+}
+"""Of chunks that do not fit the backend's window, which has 8 MiB."""
+OF_MODELS = ("tight", "one rank tight", "uneven", "frozen", "checkpointed", "uneven, some resident")
+"""Names in EXACT of models that not every rank completes, or that have room for some chunks."""
+
+
+def gathers_in_models(directory: Path) -> None:
+    """Weights of OF_MODELS in each reduction."""
+    castor.launch_from_torch()
+    rank = distributed.get_rank()
+    found = {}
+    cases = {name: EXACT[name] for name in OF_MODELS} | WIDE
+    for (name, chosen), reduction in itertools.product(cases.items(), ("ordered", "backend")):
+        asked = _with_memory(chosen, tight=rank == 1) if name in EXACT else chosen
+        settings = asked.settings | {"reduction": reduction}
+        if reduction == "backend" and "memory" in settings:
+            settings["memory"] += BESIDE
+        case = replace(asked, settings=settings)
+        found[name, "", reduction], _, _ = rank_cases.train(
+            case, range(rank, rank + 1), steps=STEPS
+        )
+    torch.save(found, directory / f"models{rank}.pt")
 
 
 def reads_gradients(directory: Path) -> None:

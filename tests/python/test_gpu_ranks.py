@@ -254,6 +254,45 @@ def test_sharded_gradients_stay_where_they_are_while_a_kernel_reads_them(
         assert all(map(torch.equal, values, expected))
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_backend_reduces_gradients_before_they_go_home(
+    size: int, simgpu: str, tmp_path: Path
+) -> None:
+    """1/n of each chunk's, counted at the device's copies; the way home had all, and back again."""
+    del simgpu
+    succeeded(run(gpu_rank_cases.gathers, size, tmp_path, timeout=900))
+    for rank in range(size):
+        found = torch.load(tmp_path / f"gathers{rank}.pt")
+        assert found.keys() == gpu_rank_cases.STORED.keys()
+        for place, by in found.items():
+            shards = sum(chunk // size for chunk in by["chunks"])
+            assert len(by["chunks"]) > 3
+            # A rank that waits for a slower one for a quarter of a second sends a chunk home.
+            ordered, backend = (
+                min(by[of], key=lambda one: one["home"]) for of in ("ordered", "backend")
+            )
+            assert backend == {"home": shards, "told": shards, "back": 0}, place
+            assert ordered["home"] >= (size - 0.5) * shards, place
+            losses, by_backend = by["losses"]
+            assert by_backend == pytest.approx(losses, rel=1e-5), place
+            if size == 2:  # a sum of two has the same bits in each order
+                assert all(map(torch.equal, *by["weights"])), place
+
+
+def test_gradients_that_gather_are_what_they_are_on_the_host(simgpu: str, tmp_path: Path) -> None:
+    """Of two ranks a sum has the same bits in each order."""
+    del simgpu
+    succeeded(run(gpu_rank_cases.gathers_in_each_way, 2, tmp_path, timeout=900))
+    succeeded(run(gpu_rank_cases.gathers_in_models, 2, tmp_path, timeout=900))
+    for path in (*tmp_path.glob("ways*.pt"), *tmp_path.glob("models*.pt")):
+        found = torch.load(path)
+        for (place, way, reduction), values in found.items():
+            expected = found[next(iter(found))[0] if "ways" in path.name else place, way, "ordered"]
+            assert len(values) == len(expected)
+            assert all(map(torch.equal, values, expected)), (place, way, reduction)
+    assert len(list(tmp_path.glob("*.pt"))) == 4
+
+
 @pytest.mark.parametrize("where", ["the CPU device", "the host's link"])
 def test_a_backends_sums_need_a_backend(
     where: str, on: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -176,7 +176,7 @@ TEST_P(RankShardReductionTest, ARankHasTheMeanOfItsShard) {
         own[i] = value(group.rank(), i);
       }
       std::vector<float> shard(numel / size);
-      reduction.reduce_scatter(std::as_bytes(std::span(own)),
+      reduction.reduce_scatter(std::as_bytes(std::span(own)), BackendSums::From::kHost,
                                std::as_writable_bytes(std::span(shard)), ScalarType::kFloat32);
       for (std::size_t i = 0; i < shard.size(); ++i) {
         const std::size_t of_all = group.rank() * shard.size() + i;

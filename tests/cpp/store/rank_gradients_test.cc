@@ -73,6 +73,7 @@ class StoredGradients final : public ChunkGradients {
     work();
     hand_over(chunk);
   }
+  void gather_in(DeviceGradients* /*gathered*/) override {}
   void hand_over(ChunkId chunk) override { marks_.fresh[index(chunk)] = false; }
 
  private:
@@ -100,7 +101,8 @@ struct Rank {
                    .storage = store.shared ? store.shared->gradients().storage.get() : nullptr,
                    .gradient_shards = store.gradient_shards.get(),
                    .shards = store.shards,
-                   .staging = {}},
+                   .staging = {},
+                   .copies = nullptr},
                   store.executor, *store.host, *store.device_tier) {}
 
   /// Leaves the host this many bytes.
