@@ -147,6 +147,7 @@ class Predictor:
                 "update_cores": "shared",
                 "overlap": "none",
                 "num_ranks": 1,
+                "gathering_ranks": 1,
                 "with_norm": True,
             },
         )

@@ -35,6 +35,9 @@ void check_hardware(const Hardware& hardware) {
   if (hardware.update_bytes_per_second != 0.0) {
     check_speed("update_bytes_per_second", hardware.update_bytes_per_second);
   }
+  if (hardware.gathering_ranks == 0) {
+    throw InvalidArgument("gathering_ranks is 0; without ranks that reduce on devices it is 1");
+  }
 }
 
 void check_optimizer_cost(const OptimizerCost& optimizer) {

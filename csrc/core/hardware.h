@@ -53,9 +53,13 @@ struct Hardware {
   CopyMode parameter_copies = CopyMode::kOverlapped;
   CopyMode gradient_copies = CopyMode::kOverlapped;
   UpdateCores update_cores = UpdateCores::kOwn;
-  /// Bytes of device memory reserved for gradients on their way to the host (docs/design/0016) and
-  /// for updates on the device (docs/design/0061).
+  /// Bytes of device memory reserved for gradients on their way to the host (docs/design/0016),
+  /// for updates on the device (docs/design/0061), and for gradients that gather there
+  /// (docs/design/0067).
   std::uint64_t reserved_device_bytes = 0;
+  /// Number of ranks that reduce gradients of streamed chunks on their devices, each of which sends
+  /// its shard of the mean to the host (docs/design/0067); 1: gradients go there in full.
+  std::uint64_t gathering_ranks = 1;
 };
 
 /// Bytes that the optimizer stores and moves for each trainable element (docs/design/0012).
@@ -76,7 +80,7 @@ struct OptimizerCost {
   Overlap overlap = Overlap::kNone;
 };
 
-/// Throws InvalidArgument where a speed is not above 0; NVMe's and that of updates may be 0.
+/// Throws InvalidArgument where a member is not above 0; NVMe's speed and that of updates may be 0.
 void check_hardware(const Hardware& hardware);
 /// Throws InvalidArgument where a cost is negative or not finite, where a share is not in [0, 1],
 /// or where the overlap is kBackward.

@@ -124,7 +124,7 @@ class Simulation final : private DryRun {
     if (on_device(chunk)) {
       return;
     }
-    const std::uint64_t bytes = layout_.chunk(chunk).used_bytes;
+    const std::uint64_t bytes = layout_.chunk(chunk).used_bytes / hardware_.gathering_ranks;
     const double arrived = d2h_.serve(clock_, static_cast<double>(bytes));
     // Into a window on NVMe the computing thread copies itself.
     if (hardware_.gradient_copies == CopyMode::kSynchronous || nvme_.stores_weights(chunk)) {

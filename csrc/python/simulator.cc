@@ -28,6 +28,7 @@
 #include "python/bindings.h"
 #include "python/names.h"
 #include "python/state_tensors.h"
+#include "store/device_gradients.h"
 #include "store/device_updates.h"
 #include "store/rank_host_bytes.h"
 #include "store/storage_plan.h"
@@ -131,8 +132,10 @@ class Simulator {
         .gradient_copies = copy_mode(options, "gradient_copies"),
         .update_cores = get("update_cores").cast<UpdateCores>(),
         .reserved_device_bytes = copy_mode(options, "gradient_copies") == CopyMode::kOverlapped
-                                     ? largest_gradient_bytes(layout_) + ring_bytes(options)
-                                     : 0};
+                                     ? largest_gradient_bytes(layout_) + ring_bytes(options) +
+                                           buffer_bytes(options, placements)
+                                     : 0,
+        .gathering_ranks = get("gathering_ranks").cast<std::uint64_t>()};
     const OptimizerCost optimizer = optimizer_cost(options);
 
     const Trace trace = trace_of(events);
@@ -264,6 +267,20 @@ class Simulator {
   [[nodiscard]] std::size_t ring_bytes(const py::dict& options) const {
     const bool shared = options["device_update_fraction"].cast<double>() > 0.0;
     return shared ? DeviceUpdates::ring_bytes(layout_, *rule_) : 0;
+  }
+
+  /// Bytes of device memory in which gradients gather until the ranks have reduced them.
+  [[nodiscard]] std::size_t buffer_bytes(const py::dict& options,
+                                         const std::vector<Placement>& placements) const {
+    if (options["gathering_ranks"].cast<std::uint64_t>() <= 1) {
+      return 0;
+    }
+    std::vector<bool> gathers(placements.size());
+    for (std::size_t i = 0; i < gathers.size(); ++i) {
+      gathers[i] = layout_.chunks()[i].trainable && placements[i] != Placement::kDevice;
+    }
+    const DeviceGradients::Buffers buffers = DeviceGradients::buffers(layout_, gathers);
+    return buffers.count * buffers.bytes;
   }
 
   [[nodiscard]] OptimizerCost optimizer_cost(const py::dict& options) const {

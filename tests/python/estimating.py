@@ -54,6 +54,7 @@ OPTIONS: dict[str, object] = {
     "update_cores": "own",
     "overlap": "none",
     "num_ranks": 1,
+    "gathering_ranks": 1,
     "with_norm": False,
 }
 

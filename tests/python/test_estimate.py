@@ -522,6 +522,26 @@ def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(
     assert resident[-1] == len(reference.chunks()) - apart
 
 
+def test_of_gradients_that_ranks_reduce_on_their_devices_shards_go_home(tmp_path: Path) -> None:
+    """And the device keeps three buffers for them, as large as the largest chunk."""
+    workload = Workload(sequence=64, precision="fp32", state_format="fp32")
+    estimator = Estimator(write(tmp_path, SMALL), workload)
+    trace = estimator.step(2).trace
+    of_one, of_four = (
+        estimator._simulator.run(
+            events=[(m.kind, m.position, m.nonmodel_bytes, 0) for m in trace],
+            compute_seconds=[0.0] * len(trace),
+            options=OPTIONS | {"device_bytes": 64 << 20, "policy": "cpu", "gathering_ranks": ranks},
+        )
+        for ranks in (1, 4)
+    )
+    assert of_one["d2h_bytes"] == 4 * of_four["d2h_bytes"] > 0
+    assert of_one["h2d_bytes"] == of_four["h2d_bytes"]
+    buffers = of_four["smallest_budget_bytes"] - of_one["smallest_budget_bytes"]
+    chunks = train("64MiB").chunks()
+    assert buffers == min(3, len(chunks)) * max(chunk["used_bytes"] for chunk in chunks)
+
+
 # --- machines -----------------------------------------------------------------------------------
 
 

@@ -139,6 +139,7 @@ def options(
     num_ranks: int = 1,
     device_update_fraction: float = 0.0,
     ranks_sharing: int = 1,
+    gathering_ranks: int = 1,
 ) -> dict[str, Any]:
     """Returns the options of Simulator.run for a step.
 
@@ -150,6 +151,8 @@ def options(
         num_ranks: Number of replicas, which shard the optimizer state.
         device_update_fraction: GeminiPlugin's device_update_fraction, as a number.
         ranks_sharing: See places().
+        gathering_ranks: Number of replicas that reduce gradients of streamed chunks on their
+            devices; 1: gradients go to the host in full.
     """
     on_host = machine.on_host
     copies = "synchronous" if on_host else "overlapped"
@@ -169,5 +172,6 @@ def options(
         "update_cores": "shared" if on_host else "own",
         "overlap": "none" if on_host else overlap,
         "num_ranks": num_ranks,
+        "gathering_ranks": gathering_ranks,
         "with_norm": True,
     }

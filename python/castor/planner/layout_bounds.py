@@ -15,7 +15,11 @@ from castor.estimate.workload import Workload
 from castor.planner.cluster import Cluster
 from castor.planner.layout_cost import NO_NVME, ROUNDING
 from castor.planner.layouts import Layout
-from castor.planner.replicas import least_reduced, ranks_sharing_host_storage
+from castor.planner.replicas import (
+    gathering_ranks,
+    least_reduced,
+    ranks_sharing_host_storage,
+)
 from castor.planner.simulated_rank import SimulatedRank, StagePass
 from castor.runtime.engine import WORKING_DTYPES
 
@@ -133,16 +137,18 @@ def least_of_replicas(of_all: ModelInLayout) -> float:
 
     When a pass through a stage begins, the device holds no more weights than fit beside the
     activations of the micro-batches under way; the others are fetched. Gradients go to the host,
-    except for resident chunks. The larger bound of the pipeline's first and last rank counts.
+    except for resident chunks; of those that ranks reduce on their GPUs, each rank's shard goes.
+    The larger bound of the pipeline's first and last rank counts.
     """
     layout, block, machine = of_all.layout, of_all.of_one, of_all.cluster.machine
+    gathering = gathering_ranks(layout, of_all.cluster)
     if not block.block_bytes:
         return 0.0
     kept = of_all.of_rows(lambda whole: whole.block_kept_bytes)
     # Share of weights in the bytes of a resident chunk: weights, gradients, the rank's states.
     part = 1 / (2 + _states_of_weights(machine, of_all.workload) / layout.dims.same_shard)
     return max(
-        _of_rank(layout, block, kept, of_all.layers, machine, rank, part)
+        _of_rank(layout, block, kept, of_all.layers, machine, rank, part, gathering)
         for rank in {0, layout.dims.pp - 1}
     )
 
@@ -217,6 +223,7 @@ def _of_rank(
     machine: Machine,
     rank: int,
     part_of_what_stays: float,
+    gathering: int,
 ) -> float:
     room = machine.device_bytes
     count = layout.simulated_microbatches
@@ -237,5 +244,5 @@ def _of_rank(
         for stage in layout.stages_of(rank):
             sent += max(0, layers[stage] * block.block_bytes - 2 * _LARGEST_SHARED_CHUNK)
         sent -= part_of_what_stays * max(0, room - most - block.block_passing_bytes)
-    seconds = max(fetched / machine.h2d, count * sent / machine.d2h)
+    seconds = max(fetched / machine.h2d, count * sent / gathering / machine.d2h)
     return ROUNDING * seconds * layout.microbatches / count

@@ -22,6 +22,7 @@ from castor.planner.cluster import Cluster
 from castor.planner.layouts import Layout
 from castor.planner.replicas import (
     dram_of_replicas,
+    gathering_ranks,
     ranks_sharing_host_storage,
     reduced,
     sent_by_backend,
@@ -288,7 +289,10 @@ class End(_Needs):
             if left:
                 under_way[stage, microbatch] = left
         options = simulator.options(
-            cluster.machine, overlap=overlap, num_ranks=layout.dims.same_shard
+            cluster.machine,
+            overlap=overlap,
+            num_ranks=layout.dims.same_shard,
+            gathering_ranks=gathering_ranks(layout, cluster),
         )
         options |= {
             "dram_bytes_per_second": _NO_DRAM_WALL,

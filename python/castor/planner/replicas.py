@@ -84,6 +84,20 @@ def least_reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_by
     return reduced(layout, cluster, param_bytes, element_bytes)
 
 
+def gathering_ranks(layout: Layout, cluster: Cluster) -> int:
+    """Returns the number of ranks that reduce gradients of streamed chunks on their GPUs.
+
+    That is so with reduction="backend", on one node, where one backward pass brings all of a step's
+    gradients. More passes add up in host storage (docs/design/0067-reduced-before-home.md).
+
+    Returns:
+        The number of ranks. 1: gradients of streamed chunks go to the host in full.
+    """
+    copies = layout.dims.same_shard
+    apart = cluster.reduction == "ordered" or _ranks_of_a_node(layout, cluster) != copies
+    return 1 if apart or layout.microbatches > 1 else copies
+
+
 def dram_of_replicas(layout: Layout, cluster: Cluster, param_bytes: int, resident: float) -> float:
     """Returns the bytes that a rank moves through host memory for exchanges with other replicas.
 
@@ -91,8 +105,9 @@ def dram_of_replicas(layout: Layout, cluster: Cluster, param_bytes: int, residen
 
     - streamed chunks, ordered: each rank reads a shard of all n gradients, and writes the shard of
       the mean: P + P / n.
-    - streamed chunks, by the backend: the gradients go from the host to the GPU, and the rank's
-      shard of the mean comes back: P + P / n.
+    - streamed chunks, by the backend: nothing beside the way home, which is that of the rank's
+      shard of the mean. After several micro-batches (gathering_ranks) the sums go from the host to
+      the GPU, and the rank's shard of the mean comes back: P + P / n.
     - resident chunks of GPUs, ordered: their gradients come to the host first, the means go back,
       and weights go through the host in shards: 4 P + P / n.
     - resident chunks of GPUs, by the backend: the rank's shard of the weights: P / n.
@@ -115,7 +130,8 @@ def dram_of_replicas(layout: Layout, cluster: Cluster, param_bytes: int, residen
     on_device = 0.0 if cluster.on_host else resident * param_bytes
     on_host = param_bytes - on_device
     passes = 0 if cluster.reduction == "backend" else 4
-    return on_host * (1 + 1 / copies) + on_device * (passes + 1 / copies)
+    streamed = 0.0 if gathering_ranks(layout, cluster) > 1 else 1 + 1 / copies
+    return on_host * streamed + on_device * (passes + 1 / copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +167,11 @@ def sent_by_backend(
     """Returns the seconds of exchanges with reduction="backend", on the GPUs of one node.
 
     Gradients of resident chunks are all-reduced where they are. Of their weights a rank copies its
-    shard to the host, and all shards are gathered on the GPUs. Gradients of streamed chunks go to
-    the GPU and are reduce-scattered there, and the rank's shard goes back; weights need nothing,
-    since ranks share them in host memory (docs/design/0064-sums-by-the-backend.md).
+    shard to the host, and all shards are gathered on the GPUs. Gradients of streamed chunks are
+    reduce-scattered on the GPU; the rank's shard goes home as gradients do, and is not counted
+    here. After several micro-batches (gathering_ranks) they come from the host, and the shard goes
+    back. Weights of streamed chunks need nothing, since ranks share them in host memory
+    (docs/design/0064-sums-by-the-backend.md).
 
     Args:
         layout: The layout of the ranks.
@@ -172,6 +190,8 @@ def sent_by_backend(
     on_device, on_host = resident * param_bytes, (1 - resident) * param_bytes
     to_host = on_device / copies / machine.d2h
     streamed = on_host / machine.h2d + on_host / copies / machine.d2h
+    if gathering_ranks(layout, cluster) > 1:
+        streamed = 0.0
     return ReplicaSeconds(
         gradients=link.collective("all_reduce", on_device, copies)
         + streamed
