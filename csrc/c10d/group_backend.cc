@@ -22,6 +22,11 @@ std::chrono::milliseconds timeout_of(c10d::Backend& backend) {
   return backend.getBackendOptions()->timeout;
 }
 
+std::vector<std::size_t> numbers_of(c10d::Backend& backend) {
+  const auto& numbers = backend.getBackendOptions()->global_ranks_in_group;
+  return {numbers.begin(), numbers.end()};
+}
+
 c10::intrusive_ptr<c10d::Backend> backend_for(const std::string& group, c10::DeviceType type) {
   try {
     return c10d::resolve_process_group(group)->getBackend(type);

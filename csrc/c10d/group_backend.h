@@ -10,6 +10,7 @@
 #include <exception>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace castor {
 
@@ -23,6 +24,9 @@ namespace castor {
 
 /// Returns how long the backend's calls wait for other ranks: see torch.distributed.new_group.
 [[nodiscard]] std::chrono::milliseconds timeout_of(c10d::Backend& backend);
+
+/// Returns the numbers that the group's ranks have in the run, in their order; empty: 0, 1, 2, ...
+[[nodiscard]] std::vector<std::size_t> numbers_of(c10d::Backend& backend);
 
 /// Returns a tensor that borrows the bytes.
 [[nodiscard]] at::Tensor tensor_over(std::span<const std::byte> bytes);

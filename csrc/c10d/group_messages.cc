@@ -23,14 +23,20 @@ class Message final : public RankMessage {
 
   void wait() override {
     bool done = false;
-    const RankWaits::Wait wait = place_->wait([this] { return "rank " + std::to_string(other_); });
+    std::string lost;
     try {
+      const auto abort = [&](const std::string& why) {
+        lost = why;
+        stop();
+      };
+      const auto other = [this] { return place_->name_of(other_); };
+      const RankWaits::Wait wait = place_->wait(other, abort);
       done = work_->wait();
     } catch (const std::exception& error) {
-      throw Error(without_places(error));
+      throw Error(place_->explain(other_, without_places(error)));
     }
     if (!done) {
-      throw Error("it has let go of the model");
+      throw Error(lost.empty() ? "it has let go of the model" : lost);
     }
   }
   void stop() noexcept override {

@@ -2,13 +2,14 @@
 
 namespace castor {
 
-Error lost_ranks(const Collectives& own, const std::string& why) {
-  return lost_ranks(own.rank(), own.size(), why);
+std::string name_of_rank(std::size_t rank, std::size_t size) {
+  return "rank " + std::to_string(rank) + " of " + std::to_string(size);
 }
 
-Error lost_ranks(std::size_t rank, std::size_t size, const std::string& why) {
-  return Error("rank " + std::to_string(rank) + " of " + std::to_string(size) +
-               " lost the others: " + why +
+std::string Collectives::name() const { return name_of_rank(rank(), size()); }
+
+Error lost_ranks(const Collectives& own, const std::string& why) {
+  return Error(own.name() + " lost the others: " + why +
                ". A rank that failed says why in its own output; start all again, from the last "
                "checkpoint");
 }

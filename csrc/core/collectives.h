@@ -45,6 +45,9 @@ class Collectives {
   /// under way. Over a process group they throw when this process ends, or at their timeout. From
   /// any thread.
   virtual void leave() noexcept = 0;
+  /// Returns this rank's name for messages: "rank 1 of 4". Numbers are those of the run where this
+  /// object knows them, else those of the group.
+  [[nodiscard]] virtual std::string name() const;
   /// Returns a description for reports: "gloo".
   [[nodiscard]] virtual std::string description() const = 0;
 
@@ -55,8 +58,8 @@ class Collectives {
   /// Returns which of these ranks has ended: "rank 1 (process 234) has ended". Empty: none has, or
   /// this rank does not know. Called where another call has failed.
   [[nodiscard]] virtual std::string ended() const { return ""; }
-  /// Returns a rank of this machine that has ended, has left or is stopped. It waits for nothing.
-  /// From any thread.
+  /// Returns a rank that has ended, has left or is stopped: one of this machine, or one that this
+  /// rank has not heard for long. It waits for nothing. From any thread.
   [[nodiscard]] virtual LostRank find_lost() const { return {}; }
   /// Returns the messages between ranks of several such machines, numbered by their place among
   /// all; nullptr elsewhere.
@@ -120,6 +123,7 @@ auto or_leave(Collectives& ranks, const Call& call) {
 
 /// Returns the error of a call where another rank is gone; `why`: "rank 1 (process 234) has ended".
 [[nodiscard]] Error lost_ranks(const Collectives& own, const std::string& why);
-[[nodiscard]] Error lost_ranks(std::size_t rank, std::size_t size, const std::string& why);
+/// Returns the name of a rank of so many, for messages: "rank 1 of 4".
+[[nodiscard]] std::string name_of_rank(std::size_t rank, std::size_t size);
 
 }  // namespace castor

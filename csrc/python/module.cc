@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
 #include <array>
 #include <chrono>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "c10d/device_sums.h"
+#include "c10d/group_backend.h"
 #include "c10d/group_messages.h"
 #include "c10d/linked_groups.h"
 #include "python/backend_capsule.h"
@@ -136,7 +138,8 @@ RankGroups rank_groups(const std::array<std::string, 3>& names,
   LinkedGroups linked = link_groups(names, mark, waits_of_process());
   const std::size_t rank = linked.groups[0]->rank();
   const std::size_t size = linked.groups[0]->size();
-  auto reading = std::make_shared<RankPlace>(waits_of_process(), rank, size);
+  auto reading = std::make_shared<RankPlace>(waits_of_process(), rank, size,
+                                             numbers_of(*host_backend(names[0])));
   reading->set("reads weights that other ranks keep");
   if (sums) {
     sums->first->join(linked.groups[1]);
@@ -169,6 +172,13 @@ std::shared_ptr<Session> create_session(
   if (groups) {
     options.ranks = without_gil([&] { return rank_groups(*groups, memory_mark, reads, sums); });
     options.layout.world_size = options.ranks->passes->size();
+  }
+  // A forked child publishes nothing.
+  if (const std::shared_ptr<RankHealth> health = waits_of_process()->health();
+      health && health->process() == ::getpid()) {
+    options.entered = [health](std::string_view pass, std::string_view module) {
+      health->enter(pass, module);
+    };
   }
   const std::vector<ModuleSpec> specs = module_specs(modules);
   std::vector<ParamId> without_values;

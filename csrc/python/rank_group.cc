@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -16,6 +17,7 @@
 #include "c10d/device_collectives.h"
 #include "c10d/device_sums.h"
 #include "c10d/group_collectives.h"
+#include "c10d/heartbeats.h"
 #include "c10d/linked_groups.h"
 #include "c10d/on_host.h"
 #include "core/collectives.h"
@@ -288,6 +290,24 @@ void bind_rank_group(py::module_& module) {
       .def("__enter__", &PythonWait::enter, Released())
       .def("__exit__",
            [](PythonWait& wait, const py::args&) { without_gil([&] { wait.exit(); }); });
+  py::class_<Heartbeats>(module, "Heartbeats")
+      .def(py::init([](std::string group, std::string host, double interval_seconds,
+                       double seconds_until_lost) {
+             const auto time = [](double seconds) {
+               return std::chrono::duration_cast<std::chrono::milliseconds>(
+                   std::chrono::duration<double>(seconds));
+             };
+             return std::make_unique<Heartbeats>(
+                 Heartbeats::Options{.group = std::move(group),
+                                     .host = std::move(host),
+                                     .interval = time(interval_seconds),
+                                     .silence = time(seconds_until_lost)},
+                 waits_of_process());
+           }),
+           py::kw_only(), py::arg("group"), py::arg("host"), py::arg("interval_seconds"),
+           py::arg("seconds_until_lost"), Released())
+      .def("look", &Heartbeats::look, Released())
+      .def("end", &Heartbeats::end, Released());
   module.def(
       "long_wait",
       [](int looks, const std::vector<std::uint64_t>& served) -> std::optional<py::tuple> {

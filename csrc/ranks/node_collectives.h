@@ -27,11 +27,15 @@ class NodeCollectives final : public Collectives {
 
   [[nodiscard]] std::size_t rank() const noexcept override { return group_->rank(); }
   [[nodiscard]] std::size_t size() const noexcept override { return group_->size(); }
+  [[nodiscard]] std::string name() const override { return group_->name(); }
   [[nodiscard]] std::string description() const override;
   [[nodiscard]] Collectives* node() noexcept override { return node_.get(); }
   [[nodiscard]] RankMessages* messages() noexcept override { return messages_.get(); }
 
-  [[nodiscard]] LostRank find_lost() const override { return node_->find_lost(); }
+  [[nodiscard]] LostRank find_lost() const override {
+    const LostRank here = node_->find_lost();
+    return here.why.empty() ? group_->find_lost() : here;
+  }
 
   void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override;
   void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override;

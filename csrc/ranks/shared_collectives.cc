@@ -38,6 +38,9 @@ constexpr std::chrono::milliseconds kTick{200};
 constexpr int kTicksToStopped = 50;
 constexpr std::size_t kMaxRanks = 512;
 constexpr std::size_t kMostNamed = 4;
+constexpr std::size_t kReasonBytes = 1024;
+
+enum class Reason : std::uint32_t { kNone, kBeingWritten, kThere };
 
 /// At the beginning of the memory; the ranks' buffers follow.
 struct Header {
@@ -45,8 +48,12 @@ struct Header {
   alignas(64) std::atomic<std::uint32_t> round;
   alignas(64) std::array<std::atomic<std::uint32_t>, kMaxRanks> met;  ///< rounds
   alignas(64) std::array<std::atomic<bool>, kMaxRanks> left;
+  /// Why the first rank left that did so because another one was lost, one of another machine say.
+  std::atomic<Reason> reason;
+  std::array<char, kReasonBytes> reason_text;  ///< ends with 0
 };
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
+static_assert(std::atomic<Reason>::is_always_lock_free);
 constexpr std::size_t kHeaderBytes = 4096;
 static_assert(sizeof(Header) <= kHeaderBytes);
 
@@ -57,13 +64,12 @@ struct Peer {
 
 class MemoryRanks final : public Collectives {
  public:
-  /// `rank`: among `all`, of which those from `first` on are this machine's.
-  MemoryRanks(std::size_t rank, std::size_t first, std::size_t all, SharedMapping memory,
-              std::vector<Peer> peers, RankPatience patience)
+  /// `rank`: among all, of which those from `first` on are this machine's.
+  MemoryRanks(std::size_t rank, std::size_t first, SharedMapping memory, std::vector<Peer> peers,
+              RankPatience patience)
       : rank_(rank - first),
         size_(peers.size()),
         first_(first),
-        all_(all),
         memory_(std::move(memory)),
         peers_(std::move(peers)),
         place_(std::move(patience.place)),
@@ -74,6 +80,7 @@ class MemoryRanks final : public Collectives {
 
   [[nodiscard]] std::size_t rank() const noexcept override { return rank_; }
   [[nodiscard]] std::size_t size() const noexcept override { return size_; }
+  [[nodiscard]] std::string name() const override { return place_->name(); }
   [[nodiscard]] std::string description() const override {
     return "memory that the ranks of this machine share";
   }
@@ -153,6 +160,7 @@ class MemoryRanks final : public Collectives {
   void set_place(std::string place) override { place_->set(std::move(place)); }
 
   void leave() noexcept final {
+    write_reason();
     header().left[rank_] = true;
     wake_all();
   }
@@ -210,7 +218,7 @@ class MemoryRanks final : public Collectives {
       }
       check_here();
       if (!loss.empty()) {
-        lost_ = lost_ranks(first_ + rank_, all_, loss).what();
+        lost_ = lost_ranks(*this, loss).what();
         throw Error(lost_);
       }
     }
@@ -218,7 +226,17 @@ class MemoryRanks final : public Collectives {
 
   void check_here() const {
     if (header().left[rank_]) {
-      throw lost_ranks(first_ + rank_, all_, "it has let go of the model itself");
+      throw lost_ranks(*this, "it has let go of the model itself");
+    }
+  }
+
+  /// Says why this rank leaves, if another one is lost.
+  void write_reason() noexcept {
+    const std::string why = place_->find_lost().why;
+    Reason none = Reason::kNone;
+    if (!why.empty() && header().reason.compare_exchange_strong(none, Reason::kBeingWritten)) {
+      why.copy(header().reason_text.data(), kReasonBytes - 1);
+      header().reason = Reason::kThere;
     }
   }
 
@@ -230,8 +248,8 @@ class MemoryRanks final : public Collectives {
     return header().met[rank].load(std::memory_order_relaxed) == round + 1;
   }
   [[nodiscard]] std::string name_of(std::size_t rank) const {
-    return "rank " + std::to_string(first_ + rank) + " (process " +
-           std::to_string(peers_[rank].process) + ")";
+    return place_->name_of(first_ + rank) + " (process " + std::to_string(peers_[rank].process) +
+           ")";
   }
 
   [[nodiscard]] bool has_exited(std::size_t rank) const {
@@ -239,13 +257,16 @@ class MemoryRanks final : public Collectives {
     return ::poll(&ended, 1, 0) > 0;
   }
   [[nodiscard]] std::string has_ended(std::size_t rank) const {
-    return name_of(rank) + " has ended";
+    return name_of(rank) + " has ended" + place_->last_of(first_ + rank);
   }
   [[nodiscard]] std::string has_left(std::size_t rank) const {
-    return name_of(rank) + " has let go of the model";
+    const std::string why =
+        header().reason == Reason::kThere ? header().reason_text.data() : place_->find_lost().why;
+    const bool of_another = !why.empty() && !why.starts_with(name_of(rank));
+    return name_of(rank) + " has let go of the model" + (of_another ? ", as " + why : "");
   }
   [[nodiscard]] std::string is_stopped(std::size_t rank) const {
-    return name_of(rank) + " is stopped";
+    return name_of(rank) + " is stopped" + place_->last_of(first_ + rank);
   }
 
   /// Those that are not here.
@@ -300,7 +321,6 @@ class MemoryRanks final : public Collectives {
   const std::size_t rank_;
   const std::size_t size_;
   const std::size_t first_;  // for messages
-  const std::size_t all_;
   const SharedMapping memory_;
   const std::vector<Peer> peers_;
   const std::shared_ptr<RankPlace> place_;
@@ -339,10 +359,13 @@ SharedCollectives share_memory(Collectives& group, std::size_t node, RankPatienc
     return {.ranks = nullptr, .refusal = std::move(refusal)};
   }
   const std::size_t first = group.rank() / node * node;
-  return {
-      .ranks = std::make_shared<MemoryRanks>(group.rank(), first, group.size(), std::move(memory),
-                                             std::move(peers), std::move(patience)),
-      .refusal = ""};
+  if (!patience.place) {
+    patience.place =
+        std::make_shared<RankPlace>(std::make_shared<RankWaits>(), group.rank(), group.size());
+  }
+  return {.ranks = std::make_shared<MemoryRanks>(group.rank(), first, std::move(memory),
+                                                 std::move(peers), std::move(patience)),
+          .refusal = ""};
 }
 
 }  // namespace castor

@@ -1,9 +1,11 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/chunk_layout.h"
@@ -41,6 +43,9 @@ struct SessionOptions {
   std::size_t extra_dp_size = 1;
   /// Groups of the ranks that train the model; nullopt where this process is alone.
   std::optional<RankGroups> ranks;
+  /// Function that tells other ranks the pass ("forward") and the name of the module that this one
+  /// has entered, for their messages. Empty where nobody listens.
+  std::function<void(std::string_view pass, std::string_view module)> entered;
 };
 
 }  // namespace castor

@@ -74,6 +74,7 @@ std::shared_ptr<Session> Session::create(std::vector<at::Tensor> params,
 
 Session::Session(std::vector<at::Tensor> params, SessionPlan plan, const Self& self)
     : params_(handles(std::move(params))),
+      entered_(plan.options.entered),
       memory_(std::move(plan.layout), plan.placements, plan.options),
       storages_(memory_.layout(), torch_device()),
       absent_gradients_(memory_.layout(), memory_.absent_gradients(), torch_device()),
@@ -319,8 +320,15 @@ void Session::take_over(const Passes::Joined& joined) {
   }
 }
 
+void Session::tell_entered(std::string_view pass, ModuleId module) const {
+  if (entered_) {
+    entered_(pass, layout().module(module).name);
+  }
+}
+
 void Session::enter(ModuleId module) {
   check_process();
+  tell_entered("forward", module);
   const bool training = at::GradMode::is_enabled();
   const Passes::Joined joined = passes_->begin_forward();
   try {
@@ -361,6 +369,7 @@ void Session::exit(ModuleId module) {
 
 void Session::enter_backward(ModuleId module, PassTurn::Origin origin) {
   check_process();
+  tell_entered("backward", module);
   take_over(passes_->begin_backward(origin));
   memory_.device().follow_stream();
   updates_.updater().check_not_updated(module);

@@ -3,10 +3,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/run_load.h"
@@ -221,12 +223,14 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   /// gate does not watch.
   [[nodiscard]] bool aliased_values(ChunkId chunk) const;
   void take_over(const Passes::Joined& joined);
+  void tell_entered(std::string_view pass, ModuleId module) const;
   void note_updates();
   void settle_group(std::size_t group);
   void await_save(std::size_t group);
 
   // In this order: later ones use earlier ones, and end before them.
   std::vector<ParamHandle> params_;
+  const std::function<void(std::string_view, std::string_view)> entered_;
   const SessionMemory memory_;
   ChunkStorages storages_;
   ParamStorages absent_gradients_;  // on NVMe, or sharded over ranks

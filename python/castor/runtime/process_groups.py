@@ -12,6 +12,7 @@ from datetime import timedelta
 from torch import distributed
 from torch.distributed.distributed_c10d import _world
 
+from castor.runtime.heartbeats import begin_heartbeats
 from castor.runtime.waits import waiting, watch
 
 ProcessGroups = list[distributed.ProcessGroup]
@@ -71,6 +72,7 @@ def own_groups(parts: Sequence[Sequence[int]], count: int) -> list[str]:
 def own_group(parts: Sequence[Sequence[int]], *, backend: str = "gloo") -> distributed.ProcessGroup:
     """Makes a process group of this process's subset of all ranks; see own_groups."""
     watch()
+    begin_heartbeats()
     rank, size = distributed.get_rank(), distributed.get_world_size()
     with waiting(rank, size, place="makes process groups", awaited="another rank"):
         groups = [

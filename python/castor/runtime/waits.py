@@ -25,7 +25,7 @@ class Link(Protocol):
     """A link to other ranks that is looked at about once a second."""
 
     def look(self) -> None:
-        """Ends work of the device that waits for a rank which is lost."""
+        """Ends what waits for a rank which is lost."""
 
 
 _LOOKS = 10

@@ -157,5 +157,141 @@ TEST(RankWaitsTest, AWaitEndsAtTheGroupsTimeout) {
   EXPECT_EQ(threads.failures(), std::vector<std::string>(2));
 }
 
+/// A wait that can be ended, as of a message.
+class Message {
+ public:
+  explicit Message(RankPlace& place)
+      : wait_(place.wait(nobody, [this](const std::string& why) { ended_ = why; })) {}
+  [[nodiscard]] const std::string& ended() const { return ended_; }
+
+ private:
+  std::string ended_;  // why
+  const RankWaits::Wait wait_;
+};
+
+TEST(RankWaitsLostTest, WaitsThatCanBeEndedAre) {
+  const Process process;
+  std::string why;
+  {
+    const RankWaits::Wait cannot = process.place->wait(nobody);
+    const RankWaits::Wait can =
+        process.place->wait(nobody, [&](const std::string& told) { why = told; });
+    process.waits->set_lost("");
+    EXPECT_EQ(why, "");
+    process.waits->set_lost("rank 2 is lost");
+    EXPECT_EQ(why, "rank 2 is lost");
+  }
+  process.waits->set_lost("rank 1 is lost");
+  EXPECT_EQ(why, "rank 2 is lost") << "the wait is over";
+}
+
+TEST(RankWaitsLostTest, AWaitThatBeginsAfterALossIsEnded) {
+  const Process process;
+  process.waits->set_lost("rank 1 is lost");
+  EXPECT_EQ(Message(*process.place).ended(), "rank 1 is lost");
+}
+
+TEST(RankWaitsLostTest, ARankThatReturnsBeforeAnybodyWaitedIsNotLost) {
+  const Process process;
+  process.waits->set_lost("rank 1 is lost");
+  process.waits->set_lost("");
+  EXPECT_EQ(Message(*process.place).ended(), "");
+}
+
+TEST(RankWaitsLostTest, ARankThatReturnsAfterAWaitWasEndedStaysLost) {
+  const Process process;
+  {
+    const Message message(*process.place);
+    process.waits->set_lost("rank 1 is lost");
+    EXPECT_EQ(message.ended(), "rank 1 is lost");
+  }
+  process.waits->set_lost("");
+  EXPECT_EQ(Message(*process.place).ended(), "rank 1 is lost");
+}
+
+TEST(RankWaitsLostTest, InTheNextRunNoRankIsLostYet) {
+  const Process process;
+  process.waits->set_lost("rank 1 is lost");
+  EXPECT_EQ(Message(*process.place).ended(), "rank 1 is lost");
+  process.waits->set_health(std::make_shared<RankHealth>(0, 2, "node", 1, std::chrono::seconds(1),
+                                                         std::chrono::seconds(30)));
+  EXPECT_EQ(Message(*process.place).ended(), "");
+}
+
+TEST(RankWaitsLostTest, RanksHaveTheNumbersOfTheRun) {
+  const auto waits = std::make_shared<RankWaits>();
+  RankPlace place(waits, 1, 2, {3, 5});
+  EXPECT_EQ(place.name(), "rank 1 of 2") << "nothing is known of the run";
+  waits->set_health(std::make_shared<RankHealth>(5, 8, "node", 1, std::chrono::seconds(1),
+                                                 std::chrono::seconds(30)));
+  EXPECT_EQ(place.name(), "rank 5 of 8");
+  EXPECT_EQ(place.name_of(0), "rank 3");
+  place.set("ends a step");
+  const RankWaits::Wait wait = place.wait(nobody);
+  const std::optional<LongWait> told = waits->look(1);
+  ASSERT_TRUE(told);
+  EXPECT_EQ(told->rank, 5);
+  EXPECT_EQ(told->size, 8);
+}
+
+// Ranks 0 and 1 share memory; rank 0 alone knows that rank 2, of another machine, is lost.
+TEST(RankWaitsLostTest, ARankThatLeavesForALostOneSaysSoToItsMachine) {
+  ThreadRanks threads(2);
+  threads.run([&](Collectives& group) {
+    const auto waits = std::make_shared<RankWaits>();
+    waits->set_health(std::make_shared<RankHealth>(
+        group.rank(), 3, "node", 1, std::chrono::seconds(1), std::chrono::seconds(30)));
+    SharedCollectives shared = share_memory(
+        group, group.size(), {.place = std::make_shared<RankPlace>(waits, group.rank(), 2)});
+    ASSERT_NE(shared.ranks, nullptr) << shared.refusal;
+    if (group.rank() == 0) {
+      RankHealth& health = *waits->health();
+      health.hear(2, "1\n0\n234\n-\nnode2\nin the forward of the model");
+      health.end_records();
+      static_cast<void>(health.explain(2, "Connection reset"));
+      shared.ranks->leave();
+      barrier(group);
+      return;
+    }
+    barrier(group);
+    try {
+      barrier(*shared.ranks);
+      ADD_FAILURE() << "it has met nobody";
+    } catch (const Error& error) {
+      const std::string what = error.what();
+      EXPECT_TRUE(what.starts_with("rank 1 of 3 lost the others: rank 0 (process ")) << what;
+      EXPECT_NE(what.find(" has let go of the model, as rank 2 (process 234) has ended or is "
+                          "stopped, on host node2, last heard in the forward of the model."),
+                std::string::npos)
+          << what;
+    }
+  });
+  EXPECT_EQ(threads.failures(), std::vector<std::string>(2));
+}
+
+// Threads wait, one after the other or together, while others tell of a loss and of its end.
+TEST(RankWaitsLostTest, ThreadsWaitWhileOthersTellOfALoss) {
+  const Process process;
+  constexpr int kRounds = 200;
+  {
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < 3; ++i) {
+      threads.emplace_back([&] {
+        for (int round = 0; round < kRounds; ++round) {
+          const Message message(*process.place);
+        }
+      });
+    }
+    threads.emplace_back([&] {
+      for (int round = 0; round < kRounds; ++round) {
+        process.waits->set_lost(round % 2 == 0 ? "rank 1 is lost" : "");
+        static_cast<void>(process.waits->look(kLooks));
+      }
+    });
+  }
+  process.waits->set_lost("rank 1 is lost");
+  EXPECT_EQ(Message(*process.place).ended(), "rank 1 is lost");
+}
+
 }  // namespace
 }  // namespace castor
