@@ -131,7 +131,8 @@ class Planner final : private DryRun {
 
   /// Returns the bytes that PlacementPolicy::kCpu lets slots take: of chunks that stay while this
   /// access computes, of those that a recomputed block's backward uses again, and of those that
-  /// prefetching may add.
+  /// prefetching may add: the next ones that later accesses use. One of these that is there already
+  /// stays, since it would be fetched again at once.
   [[nodiscard]] std::size_t held_and_ahead_bytes() const {
     const auto& needed = layout_.chunks_of(plan_.accesses_[now()].module);
     std::size_t bytes = residency().held_bytes();
@@ -146,15 +147,15 @@ class Planner final : private DryRun {
       const ChunkId chunk{static_cast<std::uint32_t>(i)};
       bytes += awaits_backward_[i] && !counted(chunk) ? residency().capacity(chunk) : 0;
     }
-    std::size_t left = options_.max_prefetch;
-    const std::size_t end = std::min(plan_.accesses_.size(), now() + 1 + options_.max_prefetch);
-    for (std::size_t i = now() + 1; i < end; ++i) {
+    std::vector<ChunkId> ahead;
+    const std::size_t end = end_of_lookahead();
+    for (std::size_t i = now() + 1; i < end && ahead.size() < options_.max_prefetch; ++i) {
       for (const ChunkId chunk : layout_.chunks_of(plan_.accesses_[i].module)) {
-        if (left > 0 && moves(chunk) && residency().pins(chunk) == 0 &&
+        if (ahead.size() < options_.max_prefetch && !counted(chunk) &&
             !awaits_backward_[index(chunk)] &&
-            !std::binary_search(needed.begin(), needed.end(), chunk)) {
+            std::find(ahead.begin(), ahead.end(), chunk) == ahead.end()) {
           bytes += residency().capacity(chunk);
-          --left;
+          ahead.push_back(chunk);
         }
       }
     }
@@ -166,8 +167,7 @@ class Planner final : private DryRun {
   void prefetch() {
     PlannedAccess& access = plan_.accesses_[now()];
     access.first_prefetch = plan_.prefetches_.size();
-    const std::size_t end =
-        std::min(plan_.accesses_.size(), now() + 1 + options_.max_prefetch * kLookahead);
+    const std::size_t end = end_of_lookahead();
     std::size_t cap = access.slot_cap_bytes;
     for (std::size_t i = now() + 1; i < end && access.num_prefetches < options_.max_prefetch; ++i) {
       cap = std::min(cap, plan_.accesses_[i].slot_cap_bytes);
@@ -184,6 +184,11 @@ class Planner final : private DryRun {
         ++plan_.prediction_.prefetches;
       }
     }
+  }
+
+  /// Returns the number of the first access that prefetching does not look at yet.
+  [[nodiscard]] std::size_t end_of_lookahead() const {
+    return std::min(plan_.accesses_.size(), now() + 1 + options_.max_prefetch * kLookahead);
   }
 
   [[nodiscard]] bool moves(ChunkId chunk) const { return !residency().on_device(chunk); }

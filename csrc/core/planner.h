@@ -20,7 +20,8 @@ struct PlanOptions {
   /// Number of chunks that may be fetched ahead of their use; 0 turns prefetching off.
   std::size_t max_prefetch = 1;
   /// Placement policy. kCpu: keep nothing between uses, except between a block's recomputation and
-  /// its backward. kAuto and the others: keep what fits.
+  /// its backward, and what prefetching would fetch again at once. kAuto and the others: keep what
+  /// fits.
   PlacementPolicy policy = PlacementPolicy::kAuto;
 };
 

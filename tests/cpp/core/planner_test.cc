@@ -207,6 +207,27 @@ TEST(PlannerTest, CpuPolicyHoldsOneChunkAheadWhenPrefetching) {
   EXPECT_EQ(prediction.peak_device_bytes, 2 * kChunk);
 }
 
+// Layers of a chunk that all share, each followed by two adapters of another chunk.
+TEST(PlannerTest, CpuPolicyKeepsAChunkThatIsUsedAgainBeforeAnother) {
+  Net net;
+  const ModuleId first = net.add({Net::kWhole});
+  const ModuleId adapter = net.add({Net::kWhole});
+  Step step;
+  for (int layer = 0; layer < 4; ++layer) {
+    for (const ModuleId module : {first, adapter, adapter}) {
+      step.push_back(enter(static_cast<std::uint32_t>(module)));
+      step.push_back(exit(static_cast<std::uint32_t>(module)));
+    }
+  }
+  const Prediction prediction =
+      make_plan(
+          trace_of(step), net.layout(), std::vector<Placement>(2),
+          {.device_budget_bytes = 100 * kChunk, .max_prefetch = 1, .policy = PlacementPolicy::kCpu})
+          .prediction();
+  EXPECT_EQ(prediction.h2d_bytes, 2 * kChunk) << "each chunk comes once";
+  EXPECT_EQ(prediction.peak_device_bytes, 2 * kChunk);
+}
+
 // A model of two blocks of two layers, and a head. Backward runs each block's forward again first.
 TEST(PlannerTest, CpuPolicyKeepsARecomputedBlockUntilItsBackward) {
   Net net;
