@@ -74,6 +74,7 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
       uses_(layout_.params().size(), 0),
       gradients_(layout_),
       prefetched_(layout_.chunks().size(), false),
+      read_by_row_(layout_.chunks().size(), false),
       timeline_(clock_, layout_.chunks().size()) {
   check_options(options_);
   const Ledger& ledger = manager_.device().ledger();
@@ -192,6 +193,9 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
   const auto& chunks = layout_.chunks_of(module);
   for (std::size_t i = 0; i < chunks.size(); ++i) {
     manager_.set_next_use(chunks[i], next_use(module, i));
+    if (mode_ == PassMode::kTraining) {
+      read_by_row_[index(chunks[i])] = false;
+    }
   }
   pin_all(
       chunks, manager_.residency(), pins,
@@ -230,7 +234,8 @@ void Runtime::trim_slots() {
 void Runtime::prefetch() {
   const CauseScope cause(timeline_, TransferCause::kPrefetch);
   for (const Prefetch& ahead : plan_->prefetches(plan_->accesses()[cursor_ - 1])) {
-    if (manager_.resident(ahead.chunk) || manager_.fetch_blocks(ahead.chunk)) {
+    if (read_by_row_[index(ahead.chunk)] || manager_.resident(ahead.chunk) ||
+        manager_.fetch_blocks(ahead.chunk)) {
       continue;
     }
     manager_.set_next_use(ahead.chunk, ahead.used_at);
@@ -415,8 +420,16 @@ bool Runtime::begin_rows_of_step(std::span<const ChunkId> chunks) {
   const CauseScope cause(timeline_, TransferCause::kPlan);
   for (const ChunkId chunk : chunks) {
     leave_slot(chunk);
+    read_by_row_[index(chunk)] = true;
   }
   return true;
+}
+
+void Runtime::expect_rows_of_step(std::span<const ChunkId> chunks) {
+  const MutexLock lock(mutex_);
+  for (const ChunkId chunk : chunks) {
+    read_by_row_[index(chunk)] = true;
+  }
 }
 
 bool Runtime::may_leave(std::span<const ChunkId> chunks) const {

@@ -105,6 +105,9 @@ class Runtime final : public Reclaimer {
   /// plan may want others there. Returns false where no step is under way, and without a plan: the
   /// first plan decides which chunks the device has room for.
   [[nodiscard]] bool begin_rows_of_step(std::span<const ChunkId> chunks);
+  /// Notes that steps will read rows of `chunks`. Plans fetch ahead no chunk whose rows a step has
+  /// read, or will read, until a module's own access brings the chunk in.
+  void expect_rows_of_step(std::span<const ChunkId> chunks);
   /// Returns the device bytes of this model that are never given back between passes: chunks whose
   /// placement is the device, and resident ones.
   [[nodiscard]] std::size_t lasting_bytes() const;
@@ -248,6 +251,8 @@ class Runtime final : public Reclaimer {
   ArrivedGradients gradients_ CASTOR_GUARDED_BY(mutex_);
   // Per chunk: fetched ahead, not used yet.
   std::vector<bool> prefetched_ CASTOR_GUARDED_BY(mutex_);
+  // Per chunk: steps read rows of it, and not the chunk.
+  std::vector<bool> read_by_row_ CASTOR_GUARDED_BY(mutex_);
   SpareMemory* spare_ CASTOR_GUARDED_BY(mutex_) = nullptr;
   const void* thread_ CASTOR_GUARDED_BY(mutex_) = nullptr;  // that runs the model
   std::uint64_t use_counter_ CASTOR_GUARDED_BY(mutex_) = 0;

@@ -167,6 +167,32 @@ TEST(RowsOfStepTest, TheChunksThatAreReadLeaveTheirSlotsAndNoOthers) {
   rows.machine.rig.expect_consistent();
 }
 
+TEST(RowsOfStepTest, PlansFetchAheadNoChunkWhoseRowsAreReadUntilAModuleUsesItAgain) {
+  RowsOfStep rows;
+  const auto there = [&] { return rows.machine.rig.manager->resident(chunk_id(1)); };
+  rows.machine.run(row_step(3));
+  rows.machine.runtime->finish_step();
+  rows.machine.run({enter(0), exit(0)});
+  EXPECT_TRUE(there()) << "the plan is of full layers";
+  rows.machine.run({enter(1), exit(1), enter(2), exit(2), backward(2), backward(1), backward(0)});
+  rows.machine.runtime->finish_step();
+  rows.machine.runtime->expect_rows_of_step(rows.second);
+  rows.machine.run({enter(0), exit(0)});
+  EXPECT_FALSE(there()) << "rows will be read";
+  EXPECT_TRUE(rows.begin());
+  rows.machine.run({enter(1), exit(1)});
+  EXPECT_TRUE(there()) << "a module needs all of it";
+  rows.machine.run({enter(2), exit(2), backward(2), backward(1), backward(0)});
+  rows.machine.runtime->finish_step();
+  rows.machine.run({enter(0), exit(0)});
+  EXPECT_TRUE(there()) << "the layer is back in the plan";
+  EXPECT_TRUE(rows.begin());
+  rows.machine.run({enter(2), exit(2), backward(2), backward(0)});
+  rows.machine.runtime->finish_step();
+  rows.machine.run({enter(0), exit(0)});
+  EXPECT_FALSE(there()) << "its rows were read";
+}
+
 TEST(RowsOfStepTest, AChunkThatAModuleComputesWithStays) {
   RowsOfStep rows;
   rows.machine.run(row_step(3));
