@@ -18,11 +18,24 @@ bool touch(Bytes a, Bytes b) {
   return before(a.data(), b.data() + b.size()) && before(b.data(), a.data() + a.size());
 }
 
-/// Homes begin their own pages (MmapArena).
-void set_writable(Bytes host, bool writable) {
-  auto* const begin = const_cast<std::byte*>(host.data());
-  if (mprotect(begin, host.size(), writable ? PROT_READ | PROT_WRITE : PROT_READ) != 0) {
-    throw std::runtime_error("mprotect refused a home");
+std::size_t page_bytes() {
+  static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+/// Calls `visit` for the address of each page of a home, or of rows of one. Both begin their own
+/// pages (MmapArena; rows of tests are whole pages).
+template <typename Visit>
+void for_each_page(Bytes host, Visit&& visit) {
+  for (std::size_t at = 0; at < host.size(); at += page_bytes()) {
+    visit(host.data() + at);
+  }
+}
+
+void set_writable(const std::byte* page, bool writable) {
+  if (mprotect(const_cast<std::byte*>(page), page_bytes(),
+               writable ? PROT_READ | PROT_WRITE : PROT_READ) != 0) {
+    throw std::runtime_error("mprotect refused a page of a home");
   }
 }
 
@@ -97,16 +110,21 @@ void SimulatedCopies::run(const CopyRequest& request) {
 }
 
 void SimulatedCopies::protect_locked(Bytes source) {
-  if (locks_[source.data()]++ == 0) {
-    set_writable(source, false);
-  }
+  for_each_page(source, [this](const std::byte* page) {
+    if (locks_[page]++ == 0) {
+      set_writable(page, false);
+    }
+  });
 }
 
 void SimulatedCopies::release_locked(std::map<CopyTicket, Reader>::iterator reader) {
-  const Bytes source = reader->second.source;
-  if (reader->second.reading && --locks_[source.data()] == 0) {
-    locks_.erase(source.data());
-    set_writable(source, true);
+  if (reader->second.reading) {
+    for_each_page(reader->second.source, [this](const std::byte* page) {
+      if (--locks_[page] == 0) {
+        locks_.erase(page);
+        set_writable(page, true);
+      }
+    });
   }
   readers_.erase(reader);
 }

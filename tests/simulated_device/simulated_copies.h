@@ -56,7 +56,7 @@ class SimulatedCopies final : public CopyEngine {
 
   mutable std::mutex mutex_;               // guards the two below
   std::map<CopyTicket, Reader> readers_;   // copies in that the host does not know to be over
-  std::map<const std::byte*, int> locks_;  // of homes: how many read them
+  std::map<const std::byte*, int> locks_;  // of pages of homes: how many read them
   std::atomic<std::size_t> num_copies_[2] = {0, 0};
   AsyncCopyEngine inner_;  // last: its threads use all above
 };
