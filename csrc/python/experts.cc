@@ -76,6 +76,15 @@ void bind_experts(py::module_& module) {
           },
           py::arg("layer"), py::arg("experts"), released)
       .def(
+          "gradient_rows",
+          [](TorchExperts& self, std::size_t layer, std::size_t position, const at::Tensor& experts,
+             const at::Tensor& gradients) {
+            self.gradient_rows(layer, position, experts, gradients);
+          },
+          py::arg("layer"), py::arg("position"), py::arg("experts"), py::arg("gradients"), released)
+      .def(
+          "expect_rows", [](TorchExperts& self) { self.expect_rows(); }, released)
+      .def(
           "clear", [](TorchExperts& self) { self.cache().clear(); }, released)
       .def("figures", [](const TorchExperts& self) {
         const ExpertCache::Figures figures = without_gil([&] { return self.cache().figures(); });

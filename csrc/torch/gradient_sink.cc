@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "core/error.h"
 #include "store/charged_account.h"
 #include "store/chunk_pins.h"
 #include "store/tensor_errors.h"
@@ -359,6 +360,42 @@ std::optional<ChunkId> GradientSink::arrived(ParamId param, const at::Tensor& in
   }
   return runtime_->grad_ready(param, copy) && !in_several_passes(chunk) ? std::optional(chunk)
                                                                         : std::nullopt;
+}
+
+void GradientSink::rows_arrived(ParamId param, const at::Tensor& rows,
+                                const at::Tensor& gradients) {
+  const ParamSpec& spec = layout_.param(param);
+  const at::IntArrayRef sizes = geometries_[index(param)].sizes;
+  if (sizes.empty() || gradients.dim() != static_cast<std::int64_t>(sizes.size()) ||
+      gradients.size(0) != rows.numel() || gradients.sizes().slice(1) != sizes.slice(1) ||
+      gradients.scalar_type() != to_torch(spec.type)) {
+    throw InvalidArgument("gradients of " + std::to_string(rows.numel()) + " rows of parameter '" +
+                          spec.name + "' have another shape or type than " + "these rows");
+  }
+  const at::NoGradGuard no_grad;
+  const ChunkId chunk = layout_.place(param).chunk;
+  Gradient& gradient = gradients_[index(param)];
+  in_several_passes_[index(chunk)] = true;
+  const bool first = !params_[index(param)].leaf.grad().defined();
+  if (!first && live(param)) {
+    check_scale(param);
+  }
+  gate_->pass(group(chunk));
+  make_present(param, loss_scale_);
+  const std::uint64_t start_ns = runtime_->clock_ns();
+  if (first) {
+    gradient.view.index_copy_(0, rows, gradients);
+  } else {
+    gradient.view.index_add_(0, rows, gradients);
+  }
+  gradient.version = version_of(gradient.view);
+  fresh_[index(chunk)] = true;
+  GradientCopy copy;
+  if (manager_.placement(chunk) != Placement::kDevice) {
+    copy = {.bytes = gradients.nbytes(), .start_ns = start_ns, .end_ns = runtime_->clock_ns()};
+    bytes_moved_ += copy.bytes;
+  }
+  static_cast<void>(runtime_->grad_ready(param, copy));
 }
 
 void GradientSink::check_scale(ParamId param) const {

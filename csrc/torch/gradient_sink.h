@@ -75,6 +75,14 @@ class GradientSink final : public ChunkGradients {
   /// another one brings the gradient. Returns the chunk if no more gradients can come for it.
   [[nodiscard]] std::optional<ChunkId> arrived(ParamId param, const at::Tensor& incoming,
                                                bool nested);
+  /// Adds gradients of some rows of a parameter to its payload in host memory, and makes p.grad a
+  /// view of it. `rows`: numbers of the rows, each once, where torch's operators read them for
+  /// `gradients`, [rows, ...]. The other rows of a gradient that was not there are zeros, which the
+  /// host writes. A chunk of which rows arrive is complete at collect() alone, since other calls of
+  /// the same pass may bring more. Requires that the host has read `rows` since the last step, so
+  /// that the device no longer uses what the payload held then. Throws InvalidArgument for
+  /// gradients of another shape or type than those of such rows.
+  void rows_arrived(ParamId param, const at::Tensor& rows, const at::Tensor& gradients);
   /// Notes that several passes of this step may bring gradients of these chunks.
   void expect_several_passes(std::span<const ChunkId> chunks);
   [[nodiscard]] bool in_several_passes(ChunkId chunk) const override {

@@ -404,6 +404,15 @@ void Session::gradient_arrived(ParamId param, const at::Tensor& incoming) {
   }
 }
 
+void Session::gradient_rows_arrived(ParamId param, const at::Tensor& rows,
+                                    const at::Tensor& gradients) {
+  check_process();
+  take_over(passes_->follow_backward());
+  memory_.device().follow_stream();
+  updates_.arriving(param);
+  gradients_.rows_arrived(param, rows, gradients);
+}
+
 void Session::expect_no_backward() { passes_->stop_charging(); }
 
 void Session::reduce_gradients(std::optional<std::size_t> optimizer) {

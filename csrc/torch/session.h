@@ -163,6 +163,12 @@ class Session final : public StepEvents, public std::enable_shared_from_this<Ses
   [[nodiscard]] bool begin_rows(std::span<const ChunkId> chunks);
   /// Same in a step's forward or backward of this thread; returns false elsewhere.
   [[nodiscard]] bool begin_rows_of_step(std::span<const ChunkId> chunks);
+  /// Takes gradients of some rows of a parameter, [rows, ...], within a backward pass of this
+  /// thread: adds them to the parameter's gradient, whose other rows are zeros where there was none
+  /// (GradientSink::rows_arrived). begin_rows_of_step has returned true for the parameter's chunk
+  /// in this step. Throws InvalidArgument for gradients of other rows or another type, and as
+  /// gradient_arrived.
+  void gradient_rows_arrived(ParamId param, const at::Tensor& rows, const at::Tensor& gradients);
   /// Returns whether somebody has written to the chunk's parameters since the last call for that
   /// chunk. Requires that begin_rows has just returned true for the chunk.
   [[nodiscard]] bool take_written(ChunkId chunk) { return storages_.take_written(chunk); }

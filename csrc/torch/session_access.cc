@@ -42,7 +42,7 @@ void Session::end_load(RunLoad load) {
 // A load may write host storage without an operator.
 void Session::note_loaded_rows() {
   for (const ChunkSpec& chunk : layout().chunks()) {
-    if (chunk.by_row) {
+    if (chunk.by_row && !chunk.trainable) {  // others are in no cache, and have masters
       storages_.note_write(chunk.params.front());
     }
   }
@@ -135,7 +135,7 @@ bool Session::ready_on_host(std::span<const ChunkId> chunks) {
   }
   memory_.device().follow_stream();
   for (const ChunkId chunk : chunks) {
-    if (chunks_.stored(chunk)) {
+    if (chunks_.stored(chunk) || chunks_.absent_gradients(chunk)) {
       return false;
     }
     gate_->pass(index(chunk));

@@ -88,6 +88,12 @@ std::shared_ptr<TorchExperts::Rows> TorchExperts::rows_ahead(
                 ExpertRows::fetch_ahead(parts(), layers_.at(layer), experts));
 }
 
+void TorchExperts::expect_rows() {
+  for (const ExpertLayer& layer : layers_) {
+    session_->runtime().expect_rows_of_step(layer.chunks(session_->layout()));
+  }
+}
+
 at::Tensor TorchExperts::Rows::take(std::size_t position) {
   return experts_->tensor_of(layer_, position, *rows_->take(position), num_experts_);
 }

@@ -62,6 +62,13 @@ class TorchExperts final : public std::enable_shared_from_this<TorchExperts>, pr
                                            std::span<const std::int64_t> experts);
   [[nodiscard]] std::shared_ptr<Rows> rows_ahead(std::size_t layer,
                                                  std::span<const std::int64_t> experts);
+  /// Same as Session::gradient_rows_arrived, for a parameter given by its position in the layer.
+  void gradient_rows(std::size_t layer, std::size_t position, const at::Tensor& experts,
+                     const at::Tensor& gradients) {
+    session_->gradient_rows_arrived(layers_.at(layer).params.at(position), experts, gradients);
+  }
+  /// Same as Runtime::expect_rows_of_step, for the chunks of all layers.
+  void expect_rows();
   [[nodiscard]] ExpertCache& cache() noexcept { return cache_; }
   [[nodiscard]] const ExpertCache& cache() const noexcept { return cache_; }
 

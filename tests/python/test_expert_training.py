@@ -193,6 +193,19 @@ def test_a_step_fetches_the_experts_that_256_tokens_choose() -> None:
     assert touched < 0.75 * 64 * LAYERS
 
 
+def test_the_link_moves_rows_and_the_other_parameters_and_no_more() -> None:
+    model = adapted()
+    others = sum(p.nbytes for name, p in model.named_parameters() if ".experts." not in name)
+    trained = boosted(model, 2 * param_bytes(model))
+    for step in range(5):
+        before = trained.report()
+        trained.step(trained.model(input_ids=IDS + step, labels=IDS + step).loss)
+        after = trained.report()
+        rows = after.expert_fetched_bytes - before.expert_fetched_bytes
+        moved = after.h2d_bytes - before.h2d_bytes
+        assert 0 < rows < moved <= rows + 2 * others
+
+
 def test_a_layer_is_fetched_in_full_where_a_call_needs_nearly_all_experts() -> None:
     few, many = IDS, torch.arange(3, 3 + 128).reshape(2, 64)
     plain, model = adapted(), adapted()

@@ -203,11 +203,12 @@ class ChunkSettings(StepSettings, LossScalerConfig):
     optimizers; Twin-Flow of ZeRO-Offload++ (DeepSpeed 2023) has the host's share as `ratio`."""
     gather_experts: Annotated[GatherExperts, _check_gather_experts] = "auto"
     """Whether passes fetch the experts that they need, and not the full layer, in mixtures of
-    transformers with one tensor for all experts of a layer that no optimizer steps. Without
-    gradients a cache of experts takes the device memory that is left, and a pass that needs more
-    than half of a layer's experts takes the layer. Training steps over frozen experts do so where
-    "auto" has measured that it is fewer bytes, with True in any case. Same bits. True raises where
-    the model has no such layer; "auto" is for one process and the policies "auto" and "cpu"."""
+    transformers with one tensor for all experts of a layer. Without gradients a cache of experts
+    that no optimizer steps takes the device memory that is left, and a pass that needs more than
+    half of a layer's experts takes the layer. Training steps over frozen experts do so where "auto"
+    has measured that it is fewer bytes, with True in any case; with True also those that train
+    experts, whose gradients leave the device by the expert. Same bits. True raises where the model
+    has no such layer; "auto" is for one process and the policies "auto" and "cpu"."""
     reduction: Reduction = "ordered"
     """Addition of what several ranks on GPUs give. "ordered": in rank order, in fp32 and rounded
     once, with the bits of ranks on the CPU device. "backend": by the process group's backend

@@ -314,7 +314,7 @@ class Engine(CollectiveCalls):
             model.register_forward_pre_hook(
                 InputCast(input_type(spec, self.types), self.device), with_kwargs=True
             )
-        follow(spec, self.session, self.experts.start(spec, self.session))
+        follow(spec, self.session, self.experts.start(spec, self.session, self.trained))
         stored = self.settings.nvme_directory and StoredWeights(self.settings.nvme_directory)
         owning = [m for m in model.modules() if m is model or [*m.parameters(recurse=False)]]
         for module in owning:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class Steps:
         self._measures = measures
         self.by_row: bool | None = None
         """Whether steps take rows; None: not decided yet."""
+        self.num_forwards = 0
+        """Number of forwards of the model so far."""
         self.experts = 0
         """Number of experts fetched, for a forward or for a backward."""
         self.fetched_bytes = 0
@@ -55,13 +58,15 @@ class Steps:
         self._needed_bytes = 0
         self._measured: tuple[int, int] | None = None
 
-    def model_called(self, session: _C.Session, share: float) -> None:
+    def model_called(self, session: _C.Session, experts: _C.Experts, share: float) -> None:
         """Notes that a forward of the model begins.
 
         Args:
             session: Session of the model.
+            experts: Experts of the model, which are told when steps begin to take rows.
             share: Share of experts in the bytes of all parameters.
         """
+        self.num_forwards += 1
         if not torch.is_grad_enabled():
             self._measured = None  # what it moves is no step's
             return
@@ -79,6 +84,8 @@ class Steps:
         elif num_steps > self._measured[0]:
             full_bytes = share * (moved - self._measured[1])
             self.by_row = _MARGIN * self._needed_bytes < full_bytes
+        if self.by_row:
+            experts.expect_rows()
 
     def needs(self, num_bytes: int) -> None:
         """Notes the bytes of the experts that a forward needs, and its backward again."""
@@ -108,6 +115,8 @@ class _Ahead:
 
     experts: list[int]
     versions: list[int]
+    num_forwards: int
+    """Number of forwards of the model until then: a later one may follow an update."""
     rows: _C.ExpertRows
 
 
@@ -138,7 +147,12 @@ class StepRows:
     def fetch(self, experts: list[int]) -> _C.ExpertRows | None:
         """Begins the copies of the experts' rows; None: host storage cannot be read by the row."""
         ahead, self._ahead = self._ahead, None
-        if ahead and ahead.experts == experts and ahead.versions == self.versions():
+        if (
+            ahead
+            and ahead.experts == experts
+            and ahead.versions == self.versions()
+            and ahead.num_forwards == self.steps.num_forwards
+        ):
             return ahead.rows
         return self._counted(experts, self._model.rows(self._layer, experts))
 
@@ -148,7 +162,7 @@ class StepRows:
         rows = self._model.rows_ahead(self._layer, experts)
         if self._counted(experts, rows) is not None:
             assert rows
-            self._ahead = _Ahead(experts, self.versions(), rows)
+            self._ahead = _Ahead(experts, self.versions(), self.steps.num_forwards, rows)
 
     def _counted(self, experts: list[int], rows: _C.ExpertRows | None) -> _C.ExpertRows | None:
         if rows is not None:
@@ -160,6 +174,15 @@ class StepRows:
         """Returns the experts' rows in any case, also where `fetch` cannot."""
         return _Selected(self._params, experts)
 
+    def followed(self, position: int, rows: torch.Tensor, experts: list[int]) -> torch.Tensor:
+        """Returns rows of a parameter, such that its gradient follows where autograd needs one."""
+        param = self._params[position]
+        if not (param.requires_grad and torch.is_grad_enabled()):
+            return rows
+        send = functools.partial(self._model.gradient_rows, self._layer, position)
+        followed: torch.Tensor = _RowsOfTrained.apply(param, rows, experts, send)
+        return followed
+
     def needs(self, experts: Sequence[int]) -> None:
         """Notes that a forward needs these experts, by the row or not."""
         self.steps.needs(len(experts) * sum(p.nbytes // p.shape[0] for p in self._params))
@@ -167,6 +190,59 @@ class StepRows:
     def versions(self) -> list[int]:
         """Returns the numbers of writes to each parameter so far."""
         return [param._version for param in self._params]
+
+
+class _RowsOfTrained(torch.autograd.Function):
+    """Rows of a parameter that an optimizer steps, whose gradient goes to p.grad by the row.
+
+    The gradient of the full parameter is made on the device where something else than p.grad gets
+    it: torch.autograd.grad, a hook, or the graph of create_graph=True.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        param: nn.Parameter,
+        rows: torch.Tensor,
+        experts: list[int],
+        send: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> torch.Tensor:
+        """Returns the rows.
+
+        Args:
+            ctx: Keeps what backward needs.
+            param: The parameter [experts, ...].
+            rows: Its rows of some experts.
+            experts: Numbers of these.
+            send: Function that adds gradients of rows, given by their numbers, to p.grad.
+        """
+        ctx.param, ctx.experts, ctx.send = param, experts, send
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        """Sends the gradient of the rows, or returns that of the parameter."""
+        param = ctx.param
+        numbers = torch.tensor(ctx.experts, device=gradient.device)
+        if torch.is_grad_enabled() or _is_seen(param) or not _goes_to_grad(param):
+            full = gradient.new_zeros(param.shape).index_add(0, numbers, gradient)
+            return full, None, None, None
+        ctx.send(numbers, gradient)
+        return None, None, None, None
+
+
+def _is_seen(param: nn.Parameter) -> bool:
+    """Whether hooks see the parameter's gradient on its way."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+
+
+def _goes_to_grad(param: nn.Parameter) -> bool:
+    """Whether the backward pass under way adds the parameter's gradient to p.grad."""
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad returns it
+        return False
 
 
 class _Selected:

@@ -41,15 +41,11 @@ class ExpertFigures:
     expert_right_guesses: int = 0
 
 
-def expert_modules(spec: ModelSpec, frozen: Sequence[bool]) -> list[int]:
+def expert_modules(spec: ModelSpec) -> list[int]:
     """Returns the positions, in `spec.modules`, of modules whose experts can be fetched one by one.
 
     These are classes of transformers' `use_experts_implementation`. All parameters that such a
-    module owns have the experts as their first dimension, and their values do not change in steps.
-
-    Args:
-        spec: Description of the model.
-        frozen: Per parameter, whether no optimizer steps it.
+    module owns have the experts as their first dimension.
     """
     owners = [0] * len(spec.params)
     for module in spec.modules:
@@ -61,15 +57,25 @@ def expert_modules(spec: ModelSpec, frozen: Sequence[bool]) -> list[int]:
         if position > 0
         and not part.compiled
         and _has_experts_by_number(part.module)
-        and all(frozen[i] and owners[i] == 1 for i in part.params)
+        and all(owners[i] == 1 for i in part.params)
         and len(part.params) == len(_own(part.module))
     ]
 
 
+def frozen_experts(spec: ModelSpec, frozen: Sequence[bool]) -> list[int]:
+    """Returns the modules of expert_modules whose values do not change in steps.
+
+    Args:
+        spec: Description of the model.
+        frozen: Per parameter, whether no optimizer steps it.
+    """
+    return [m for m in expert_modules(spec) if all(frozen[i] for i in spec.modules[m].params)]
+
+
 def params_by_row(spec: ModelSpec, frozen: Sequence[bool]) -> list[bool]:
-    """Returns per parameter whether a module of expert_modules owns it."""
+    """Returns per parameter whether a module of frozen_experts owns it: gather_experts="auto"."""
     by_row = [False] * len(spec.params)
-    for position in expert_modules(spec, frozen):
+    for position in frozen_experts(spec, frozen):
         for i in spec.modules[position].params:
             by_row[i] = True
     return by_row
@@ -80,15 +86,19 @@ def choose_experts(
 ) -> list[int]:
     """Returns the modules of expert_modules that the setting `gather_experts` asks for.
 
+    With True these are all, with "auto" those of frozen_experts.
+
     Raises:
         UsageError: gather_experts is True, and the model has no such module.
     """
-    found = [] if choice is False else expert_modules(spec, frozen)
-    if choice is True and not found:
+    if choice is not True:
+        return frozen_experts(spec, frozen) if choice else []
+    found = expert_modules(spec)
+    if not found:
         raise UsageError(
             f"gather_experts=True, but {type(model).__name__} has no mixture of experts whose "
-            "experts are one tensor of transformers' use_experts_implementation that no optimizer "
-            "steps; freeze the experts (requires_grad_(False)), or leave gather_experts out"
+            "experts are one tensor of transformers' use_experts_implementation; leave "
+            "gather_experts out"
         )
     return found
 
@@ -140,8 +150,15 @@ class Experts:
         self._cache: _C.Experts | None = None
         self._steps = Steps(measures=choice is not True)
 
-    def start(self, spec: ModelSpec, session: _C.Session) -> dict[int, ExpertCall]:
+    def start(
+        self, spec: ModelSpec, session: _C.Session, trained: Sequence[bool]
+    ) -> dict[int, ExpertCall]:
         """Makes the cache, once there is a session.
+
+        Args:
+            spec: Description of the model.
+            session: Session of the model.
+            trained: Per parameter, whether the session has its gradient.
 
         Returns:
             The calls of the modules, by position in the spec, for `follow`.
@@ -158,14 +175,16 @@ class Experts:
         )
         calls: dict[int, ExpertCall] = {}
         routers = [_router(model, part.module) for part in parts]
+        trains = [[trained[i] for i in part.params] for part in parts]
         stored = {id(p) for i, p in enumerate(spec.params) if session.weight_stored(i)}
         for layer, (at, part) in enumerate(zip(self._modules, parts, strict=True)):
             params = [spec.params[i] for i in part.params]
             rows = StepRows(cache, layer, params, self._steps)
             ahead = routers[layer + 1] if layer + 1 < len(parts) else None
-            if id(ahead) in stored:
-                ahead = None  # each guess would read it from NVMe
-            calls[at] = ExpertCall(part.module, cache, layer, rows, ahead)
+            # Each guess would read the router from NVMe, or there is no cache to guess for.
+            if id(ahead) in stored or (ahead is not None and any(trains[layer + 1])):
+                ahead = None
+            calls[at] = ExpertCall(part.module, cache, layer, rows, ahead, trains[layer])
         return calls
 
     def figures(self) -> ExpertFigures:
@@ -184,7 +203,7 @@ def _model_called(
     """Gives the cache's memory to a step that begins, which plans with all that there is."""
     if torch.is_grad_enabled():
         cache.clear()
-    steps.model_called(session, share)
+    steps.model_called(session, cache, share)
 
 
 def _router(model: nn.Module, experts: nn.Module) -> nn.Parameter | None:
@@ -222,6 +241,7 @@ class ExpertCall:
         layer: int,
         rows: StepRows,
         next_router: nn.Parameter | None,
+        trains: list[bool],
     ) -> None:
         """Takes the place of the module's compiled call.
 
@@ -231,6 +251,7 @@ class ExpertCall:
             layer: Number of the module in the cache.
             rows: Rows of the module's parameters, for training steps.
             next_router: Weight of the next layer's router, by which its experts are guessed.
+            trains: Per parameter of the module, whether the session has its gradient.
         """
         self._owner = weakref.ref(module)
         self._cache = cache
@@ -242,6 +263,8 @@ class ExpertCall:
         self._decided: dict[tuple[int, ...], bool] = {}
         """Whether forwards under a checkpoint took rows, by the experts that they needed."""
         self._params = _own(module)
+        self._trains = any(trains)
+        self._untrained = [p for p, t in zip(self._params.values(), trains, strict=True) if not t]
         self._arguments = _arguments(module)
         # Eager code that knows the number of experts from elsewhere would not take another one.
         self._eager = "config" not in inspect.unwrap(type(module).forward).__code__.co_names
@@ -344,10 +367,12 @@ class ExpertCall:
 
     def _begin(self, needed: list[int]) -> _Call | None:
         """Begins to fetch the experts that a call needs; None: it takes the full parameters."""
-        if not torch.is_grad_enabled() and 2 * len(needed) <= self._num_experts:
-            cached = self._cache.fetch(self._layer, needed)
-            if cached is not None:
-                return _CachedCall(self._cache, self._layer, needed, cached)
+        # Updates do not reach the cache.
+        cached = not torch.is_grad_enabled() and not self._trains
+        if cached and 2 * len(needed) <= self._num_experts:
+            rows = self._cache.fetch(self._layer, needed)
+            if rows is not None:
+                return _CachedCall(self._cache, self._layer, needed, rows)
         return self._begin_in_step(needed)
 
     def _begin_in_step(self, needed: list[int]) -> _Call | None:
@@ -389,7 +414,8 @@ class ExpertCall:
             self._rows.steps.forward(self._rows, needed)
         # A checkpoint keeps no rows in forward, and needs them at once in backward.
         keeps = checkpoint or again
-        return _StepCall(rows, needed, None if keeps else SavedRows(self._rows, needed, hooks))
+        saved = None if keeps else SavedRows(self._rows, needed, hooks)
+        return _StepCall(self._rows, rows, needed, saved)
 
     def _implementation(self, module: nn.Module) -> str:
         return getattr(module.config, "_experts_implementation", None) or "eager"
@@ -408,10 +434,11 @@ class ExpertCall:
             return []
         own = module._parameters
         if module.num_experts != self._num_experts or any(
-            own.get(name) is not param or (param.requires_grad and torch.is_grad_enabled())
-            for name, param in self._params.items()
-        ):  # adapters compute with other values meanwhile, or experts get gradients
+            own.get(name) is not param for name, param in self._params.items()
+        ):  # adapters compute with other values meanwhile
             return []
+        if torch.is_grad_enabled() and any(param.requires_grad for param in self._untrained):
+            return []  # they get gradients that the session does not have
         if index is None or index.is_floating_point() or not index.numel():
             return []
         if index.numel() > 4 * self._num_experts:
@@ -486,7 +513,10 @@ class _CachedCall:
 class _StepCall:
     """Experts of a training step's forward, in memory of their own."""
 
-    def __init__(self, rows: Rows, needed: list[int], saved: SavedRows | None) -> None:
+    def __init__(
+        self, layer: StepRows, rows: Rows, needed: list[int], saved: SavedRows | None
+    ) -> None:
+        self._layer = layer
         self._rows = rows
         self._saved = saved
         self.needed = needed
@@ -497,7 +527,7 @@ class _StepCall:
         rows = self._rows.take(position)
         if self._saved:
             self._saved.know(position, rows)
-        return rows
+        return self._layer.followed(position, rows, self.needed)
 
     def saving(self) -> AbstractContextManager[Any]:
         return self._saved.hooks() if self._saved else nullcontext()
