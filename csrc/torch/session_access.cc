@@ -42,7 +42,7 @@ void Session::end_load(RunLoad load) {
 // A load may write host storage without an operator.
 void Session::note_loaded_rows() {
   for (const ChunkSpec& chunk : layout().chunks()) {
-    if (chunk.by_row && !chunk.trainable) {  // others are in no cache, and have masters
+    if (chunk.by_row) {
       storages_.note_write(chunk.params.front());
     }
   }

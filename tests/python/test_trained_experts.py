@@ -34,6 +34,7 @@ from test_experts import (
     generate,
     seeded,
 )
+from test_experts import boost as boost_for_inference
 
 pytestmark = [
     # Tests ask transformers for what transformers 6 will rename.
@@ -270,6 +271,28 @@ def test_a_parameter_that_is_frozen_later_gets_no_gradient() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
     assert boosted.model.model.layers[1].mlp.experts.gate_up_proj.grad is None
     assert_equal(gradients(boosted.model), gradients(plain))
+
+
+def test_experts_that_no_optimizer_steps_have_the_cache_though_they_could_train() -> None:
+    plain = build().eval()
+    boosted = boost_for_inference(build().eval())
+    assert_same_tokens(generate(boosted.model), generate(plain))
+    assert boosted.report().expert_hits > 0
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer does not hold 6 parameters:UserWarning")
+def test_experts_whose_gradients_no_optimizer_uses_get_torchs_own() -> None:
+    plain, model = build(), build()
+    others = [p for name, p in model.named_parameters() if "experts" not in name]
+    boosted = boost(
+        model, 4 * param_bytes(model), torch.optim.NAdam(others, lr=0.0), gather_experts=True
+    )
+    for _ in range(SETTLED + 1):
+        model.zero_grad()
+        boosted.step(model(input_ids=batch(0), labels=batch(0)).loss)
+    plain(input_ids=batch(0), labels=batch(0)).loss.backward()
+    mine, theirs = (m.model.layers[1].mlp.experts.down_proj.grad for m in (model, plain))
+    assert_equal([mine], [theirs])
 
 
 def test_a_layer_that_is_called_twice_in_a_graph_gets_both_gradients() -> None:

@@ -216,8 +216,9 @@ class Engine(CollectiveCalls):
         """Per parameter, whether its gradient is in chunks; p.grad of others is torch's own."""
         self.ruled = [held.get(param, False) for param in spec.params]
         """Per parameter, whether the session's rule updates it, with states in chunks."""
-        frozen = [self._updated is None or not trained for trained in self.trained]
-        experts = choose_experts(model, spec, frozen, settings.gather_experts)
+        self.frozen = [self._updated is None or not trained for trained in self.trained]
+        """Per parameter, whether no optimizer steps it."""
+        experts = choose_experts(model, spec, self.frozen, settings.gather_experts)
         self.experts = Experts(experts, settings.gather_experts)
         by_row = {i for position in experts for i in spec.modules[position].params}
         self.by_row = [i in by_row for i in range(len(spec.params))]
@@ -314,7 +315,7 @@ class Engine(CollectiveCalls):
             model.register_forward_pre_hook(
                 InputCast(input_type(spec, self.types), self.device), with_kwargs=True
             )
-        follow(spec, self.session, self.experts.start(spec, self.session, self.trained))
+        follow(spec, self.session, self.experts.start(spec, self.session, self.frozen))
         stored = self.settings.nvme_directory and StoredWeights(self.settings.nvme_directory)
         owning = [m for m in model.modules() if m is model or [*m.parameters(recurse=False)]]
         for module in owning:

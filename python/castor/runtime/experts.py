@@ -151,14 +151,14 @@ class Experts:
         self._steps = Steps(measures=choice is not True)
 
     def start(
-        self, spec: ModelSpec, session: _C.Session, trained: Sequence[bool]
+        self, spec: ModelSpec, session: _C.Session, frozen: Sequence[bool]
     ) -> dict[int, ExpertCall]:
         """Makes the cache, once there is a session.
 
         Args:
             spec: Description of the model.
             session: Session of the model.
-            trained: Per parameter, whether the session has its gradient.
+            frozen: Per parameter, whether no optimizer steps it.
 
         Returns:
             The calls of the modules, by position in the spec, for `follow`.
@@ -175,7 +175,7 @@ class Experts:
         )
         calls: dict[int, ExpertCall] = {}
         routers = [_router(model, part.module) for part in parts]
-        trains = [[trained[i] for i in part.params] for part in parts]
+        trains = [[not frozen[i] for i in part.params] for part in parts]
         stored = {id(p) for i, p in enumerate(spec.params) if session.weight_stored(i)}
         for layer, (at, part) in enumerate(zip(self._modules, parts, strict=True)):
             params = [spec.params[i] for i in part.params]
@@ -251,7 +251,7 @@ class ExpertCall:
             layer: Number of the module in the cache.
             rows: Rows of the module's parameters, for training steps.
             next_router: Weight of the next layer's router, by which its experts are guessed.
-            trains: Per parameter of the module, whether the session has its gradient.
+            trains: Per parameter of the module, whether an optimizer steps it.
         """
         self._owner = weakref.ref(module)
         self._cache = cache
@@ -438,7 +438,7 @@ class ExpertCall:
         ):  # adapters compute with other values meanwhile
             return []
         if torch.is_grad_enabled() and any(param.requires_grad for param in self._untrained):
-            return []  # they get gradients that the session does not have
+            return []  # they get gradients of full tensors
         if index is None or index.is_floating_point() or not index.numel():
             return []
         if index.numel() > 4 * self._num_experts:

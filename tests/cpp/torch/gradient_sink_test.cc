@@ -72,6 +72,35 @@ TEST_F(GradientSinkTest, AnEditInPlaceIsUsed) {
   expect_same_bits(test_.values(), stepped_with(expected));
 }
 
+TEST_F(GradientSinkTest, GradientsOfRowsAreAddedAndOtherRowsAreZeros) {
+  GradientSink& sink = test_.session().gradients();
+  const at::Tensor rows = at::tensor({9, 3}, at::kLong);
+  const at::Tensor values = at::rand({2, kWidth});
+  at::Tensor expected = at::zeros({kWidth, kWidth});
+  for (std::uint64_t arrivals = 1; arrivals <= 2; ++arrivals) {
+    sink.rows_arrived(param_id(0), rows, values);
+    expected.index_add_(0, rows, values);
+    EXPECT_TRUE(same_bits(test_.param(0).grad(), expected));
+    EXPECT_EQ(sink.bytes_moved(), arrivals * values.nbytes());
+  }
+  std::vector<at::Tensor> all{expected.clone(), {}, {}, {}};
+  test_.step();
+  expect_same_bits(test_.values(), stepped_with(all));
+  sink.rows_arrived(param_id(0), rows, values);  // the payload has the last step's
+  EXPECT_TRUE(same_bits(test_.param(0).grad() * 2, expected));
+}
+
+TEST_F(GradientSinkTest, GradientsOfOtherRowsThanWereNamedAreRefused) {
+  GradientSink& sink = test_.session().gradients();
+  const at::Tensor rows = at::tensor({9, 3}, at::kLong);
+  for (const at::Tensor& values : {at::rand({3, kWidth}), at::rand({2, kWidth + 1}), at::rand({2}),
+                                   at::rand({2, kWidth}, at::kDouble)}) {
+    expect_thrown<InvalidArgument>([&] { sink.rows_arrived(param_id(0), rows, values); },
+                                   "gradients of 2 rows of parameter");
+  }
+  EXPECT_FALSE(test_.param(0).grad().defined());
+}
+
 TEST_F(GradientSinkTest, AGradientThatIsHeldAcrossStepsKeepsItsValues) {
   test_.run(batch(kWidth, 1));
   const at::Tensor held = test_.param(0).grad();
