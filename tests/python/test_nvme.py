@@ -1,12 +1,10 @@
 """Optimizer state on NVMe: the bits of a run without, budgets, views, checkpoints, bad paths."""
 
-import copy
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.optim import AdamW, RMSprop
 
 import castor
@@ -15,17 +13,12 @@ from castor.runtime.engine import engine_of
 from helpers import (
     LR,
     Boosted,
-    assert_equal,
     boost,
-    copies,
     equal,
-    exact_state,
     go_on,
     plugin,
-    tight_memory,
-    train_on,
 )
-from zoo import CASES, tower, tower_batch
+from zoo import tower, tower_batch
 
 FORMATS = ("fp32", "split", "split_bf16", "split_int8")
 CHUNK = 2**14
@@ -42,52 +35,7 @@ def state_bytes(boosted: Boosted) -> int:
     return sum(p.numel() for p in engine.params if p.requires_grad) * per_param
 
 
-def train(
-    name: str, memory: int, *, micro_batches: int = 1, steps: int = 4, **settings: Any
-) -> tuple[list[float], list[torch.Tensor], castor.MemoryReport]:
-    case = CASES[name]
-    boosted = boost(case.model(), memory, chunk_bytes=CHUNK, **settings)
-    losses = train_on(boosted, case, steps=steps, micro_batches=micro_batches)
-    return losses, exact_state(boosted), boosted.report()
-
-
 # --- parity ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_a_model_of_the_parity_set_trains_to_the_same_bits(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    memory = tight_memory(
-        case.model, lambda model, seed: case.loss(model(**case.batch(seed)), case.batch(seed))
-    )
-    losses, state, plain = train(name, memory)
-    others, stored_state, report = train(
-        name, memory, nvme_path=tmp_path, nvme_offload_fraction=0.6
-    )
-    assert others == losses
-    assert_equal(stored_state, state)
-    assert report.nvme_bytes >= 0.6 * (plain.host_bytes // 2)  # half of it is Adam's moments
-    assert report.nvme_read_bytes > 0
-    assert "slots" in report.nvme_engine
-
-
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-@pytest.mark.parametrize("state_format", FORMATS)
-def test_every_format_and_overlap_gives_the_same_bits(
-    state_format: str, overlap: str, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {
-        "precision": "bf16",
-        "optim_state_format": state_format,
-        "overlap": overlap,
-        "nonfinite": "ignore",
-        "enable_gradient_accumulation": overlap != "backward",
-    }
-    expected = train("gpt2", 2**26, **settings)
-    actual = train("gpt2", 2**26, nvme_path=tmp_path, nvme_offload_fraction=1.0, **settings)
-    assert actual[0] == expected[0]
-    assert_equal(actual[1], expected[1])
-    assert actual[2].host_bytes < expected[2].host_bytes
 
 
 # --- budgets --------------------------------------------------------------------------------------
@@ -106,58 +54,11 @@ def test_a_host_that_is_too_small_for_the_states_spills_them(tmp_path: Path) -> 
     assert report.host_bytes <= report.host_budget_bytes == int(0.92 * whole)
 
 
-def test_more_than_the_fraction_goes_there_where_the_host_is_short(tmp_path: Path) -> None:
-    whole = boost(tower(), chunk_bytes=4096).report().host_bytes
-    boosted = boost(
-        tower(),
-        chunk_bytes=4096,
-        host_memory=int(0.9 * whole),
-        nvme_path=tmp_path,
-        nvme_offload_fraction=0.1,
-    )
-    report = boosted.report()
-    assert report.nvme_bytes > 0.2 * state_bytes(boosted)
-    assert report.host_bytes <= report.host_budget_bytes
-    go_on(boosted, steps=1)
-
-
 def test_nothing_goes_to_nvme_while_the_host_has_room(tmp_path: Path) -> None:
     boosted = boost(tower(), nvme_path=tmp_path)
     go_on(boosted, steps=1)
     assert boosted.report().nvme_bytes == 0
     assert boosted.report().nvme_engine == ""
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_window_of_one_slot_is_enough(tmp_path: Path) -> None:
-    ample = boost(tower(), chunk_bytes=CHUNK, nvme_path=tmp_path, nvme_offload_fraction=1.0)
-    expected = go_on(ample)
-    report = ample.report()
-    assert report.nvme_engine.endswith("3 slots")
-    del ample
-    slot = 2 * CHUNK  # exp_avg and exp_avg_sq of a full chunk
-    tight = report.host_bytes - 2 * slot
-    one = boost(
-        tower(),
-        chunk_bytes=CHUNK,
-        host_memory=tight,
-        nvme_path=tmp_path,
-        nvme_offload_fraction=1.0,
-    )
-    assert one.report().nvme_engine.endswith("1 slots")
-    assert go_on(one) == expected
-
-
-def test_what_the_tier_may_hold_is_a_limit(tmp_path: Path) -> None:
-    with pytest.raises(castor.OutOfMemoryError, match="raise nvme_memory") as caught:
-        boost(
-            tower(),
-            nvme_path=tmp_path,
-            nvme_offload_fraction=1.0,
-            nvme_memory="32KiB",
-            chunk_bytes=CHUNK,
-        )
-    assert caught.value.tier == "nvme"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -178,17 +79,6 @@ def test_the_files_go_with_the_run(tmp_path: Path) -> None:
     assert file.stat().st_blocks * 512 >= boosted.report().nvme_bytes
     del boosted
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_report_shows_the_states_on_their_tier(tmp_path: Path) -> None:
-    boosted = boost(tower(), nvme_path=tmp_path, nvme_offload_fraction=1.0)
-    go_on(boosted, steps=1)
-    tiers: dict[str, int] = {}
-    for chunk in engine_of(boosted.model).session.chunks():
-        for tier, size in chunk["payloads"].values():
-            tiers[tier] = tiers.get(tier, 0) + size
-    assert tiers["nvme"] == pytest.approx(state_bytes(boosted), rel=0.01)
-    assert tiers["host"] == tiers["nvme"]  # parameters and gradients
 
 
 # --- what users see -------------------------------------------------------------------------------
@@ -216,21 +106,6 @@ def test_optimizer_state_reads_what_lies_on_nvme(state_format: str, tmp_path: Pa
         assert all(equal(mine["state"][i][key], entry[key]) for key in entry)
 
 
-def test_a_state_dict_goes_both_ways(tmp_path: Path) -> None:
-    plain = boost(tower())
-    go_on(plain, steps=3)
-    stored = boost(tower(), chunk_bytes=CHUNK, nvme_path=tmp_path, nvme_offload_fraction=1.0)
-    stored.model.load_state_dict(plain.model.state_dict())
-    stored.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
-    back = boost(tower())
-    back.model.load_state_dict(stored.model.state_dict())
-    back.optimizer.load_state_dict(copy.deepcopy(stored.optimizer.state_dict()))
-    expected = go_on(plain, first=3)
-    assert go_on(stored, first=3) == expected
-    assert go_on(back, first=3) == expected
-    assert_equal(copies(stored.model.parameters()), copies(plain.model.parameters()))
-
-
 def test_states_taken_before_boost_move_to_nvme(tmp_path: Path) -> None:
     def resumed(**settings: Any) -> list[float]:
         model = tower()
@@ -244,54 +119,6 @@ def test_states_taken_before_boost_move_to_nvme(tmp_path: Path) -> None:
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("state_format", FORMATS)
-@pytest.mark.parametrize("overlap", ["none", "forward"])
-def test_a_checkpoint_goes_between_runs_with_and_without(
-    state_format: str, overlap: str, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {
-        "precision": "bf16",
-        "optim_state_format": state_format,
-        "overlap": overlap,
-        "chunk_bytes": CHUNK,
-    }
-    (tmp_path / "nvme").mkdir()
-    nvme = {"nvme_path": tmp_path / "nvme", "nvme_offload_fraction": 1.0}
-    stored = boost(tower(), **settings, **nvme)
-    plain = boost(tower(), **settings)
-    go_on(stored, steps=3)
-    go_on(plain, steps=3)
-    for name, run in (("stored", stored), ("plain", plain)):
-        run.booster.save(tmp_path / name, run.model, run.optimizer)
-    expected = go_on(plain, first=3)
-    assert go_on(stored, first=3) == expected
-    del stored
-    for name, more in (("stored", {}), ("plain", nvme)):
-        again = boost(tower(), **settings, **more)
-        go_on(again, first=50, steps=2)
-        again.booster.load(tmp_path / name, again.model, again.optimizer)
-        assert go_on(again, first=3) == expected
-
-
-def files(path: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(path)): file.read_bytes()
-        for file in sorted(path.rglob("*.safetensors"))
-    }
-
-
-def test_checkpoints_are_the_same_files(tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
-    for name, more in (
-        ("plain", {}),
-        ("stored", {"nvme_path": tmp_path / "nvme", "nvme_offload_fraction": 1.0}),
-    ):
-        run = boost(tower(), chunk_bytes=CHUNK, precision="bf16", **more)
-        go_on(run)
-        run.booster.save(tmp_path / name, run.model, run.optimizer)
-    assert files(tmp_path / "plain") == files(tmp_path / "stored") != {}
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -320,16 +147,6 @@ def test_a_path_of_another_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(castor.IoError, match=r"castor\.scratch"):
         boost(tower(), nvme_path=tmp_path, nvme_offload_fraction=1.0)
     go_on(first, steps=1)  # undisturbed
-
-
-def test_a_failed_boost_leaves_model_and_optimizer_alone(tmp_path: Path) -> None:
-    model = tower()
-    before = copies(model.parameters())
-    optimizer = AdamW(model.parameters(), lr=LR)
-    with pytest.raises(castor.IoError):
-        boost(model, optimizer=optimizer, nvme_path=tmp_path / "no", nvme_offload_fraction=1.0)
-    assert_equal(copies(model.parameters()), before)
-    go_on(boost(model, optimizer=optimizer), steps=1)
 
 
 @pytest.mark.parametrize(

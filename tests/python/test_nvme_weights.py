@@ -22,8 +22,8 @@ from helpers import (
     tight_memory,
     train_on,
 )
-from stored_tower import BLOCK, CHUNK, DEPTH, WIDTH, go_on_wide, largest_chunk, on_nvme, wide
-from zoo import CASES, tower, tower_batch
+from stored_tower import BLOCK, CHUNK, WIDTH, go_on_wide, largest_chunk, on_nvme, wide
+from zoo import CASES, tower_batch
 
 
 def train(
@@ -90,18 +90,6 @@ def test_copies_over_a_link_read_ahead_of_the_device(overlap: str, tmp_path: Pat
         nonfinite="ignore",
         enable_gradient_accumulation=overlap != "backward",
     )
-
-
-def test_frozen_parameters_stay_what_they_were(tmp_path: Path) -> None:
-    def run(**settings: Any) -> list[torch.Tensor]:
-        model = tower(width=WIDTH, depth=DEPTH)
-        for param in list(model.parameters())[:8]:
-            param.requires_grad_(False)
-        boosted = boost(model, chunk_bytes=CHUNK, **settings)
-        go_on_wide(boosted)
-        return copies(boosted.model.parameters())
-
-    assert_equal(run(**on_nvme(tmp_path)), run())
 
 
 def test_gradient_checkpointing_runs_modules_again_in_backward(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ beside the compute, homes that no host may write while a copy reads them.
 import gc
 import re
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,20 +82,6 @@ def test_every_format_gives_the_bits_of_the_cpu_device(
         assert report.evictions > 0
 
 
-@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
-@pytest.mark.parametrize("overlap", [{"overlap": "none"}, {"overlap": "forward"}, BACKWARD])
-@pytest.mark.parametrize(("precision", "state_format"), [("fp32", "fp32"), ("bf16", "split")])
-def test_updates_beside_compute_give_the_same_bits(
-    simulated: Simulation,
-    precision: str,
-    state_format: str,
-    overlap: dict[str, Any],
-    place: dict[str, Any],
-) -> None:
-    settings = {"precision": precision, "optim_state_format": state_format, **overlap, **place}
-    assert_same_bits(simulated, CASES["llama"], **settings)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "mixtral"])
 def test_architectures_give_the_same_bits(
@@ -121,18 +106,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_gives_the_same_bits(simulated: Simulation, name: str, precision: str) -> None:
     assert_same_bits(simulated, CASES["gpt2"], precision=precision, **POLICIES[name])
-
-
-@pytest.mark.parametrize("state_format", ["fp32", "split", "split_bf16", "split_int8"])
-def test_lazy_models_are_built_in_host_storage(simulated: Simulation, state_format: str) -> None:
-    settings = {"precision": "bf16", "optim_state_format": state_format}
-    reference = boost(tower(), **settings)
-    expected = go_on(reference)
-    with castor.LazyInitContext():
-        model = tower()
-    boosted = simulated.boost(model, **settings)
-    assert go_on(boosted) == expected
-    assert_equal(simulated.state(boosted), simulated.state(reference))
 
 
 def test_lazy_models_of_a_narrower_type_keep_their_values(simulated: Simulation) -> None:
@@ -261,34 +234,6 @@ def test_a_model_that_goes_while_copies_run_leaves_its_weights(simulated: Simula
 # --- what users do ------------------------------------------------------------------------------
 
 
-def edit(model: nn.Module) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.view(-1)[::7] = 0.125
-
-
-@pytest.mark.parametrize("when", ["between steps", "in forward"])
-@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
-@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
-def test_edits_of_weights_count(
-    simulated: Simulation, precision: str, state_format: str, place: dict[str, Any], when: str
-) -> None:
-    settings = {"precision": precision, "optim_state_format": state_format, **SCALE, **place}
-    reference, boosted = boost(tower(), **settings), simulated.boost(tower(), **settings)
-    results = []
-    for each in (reference, boosted):
-        losses = go_on(each, steps=3)
-        if when == "between steps":
-            edit(each.model)
-        else:
-            hook = each.model.layers[2].register_forward_pre_hook(lambda m, _: edit(m))
-            losses += go_on(each, first=3, steps=1)
-            hook.remove()
-        results.append(losses + go_on(each, first=4))
-    assert results[0] == results[1]
-    assert_equal(simulated.state(boosted), simulated.state(reference))
-
-
 def test_gradients_are_visible_and_may_be_clipped(simulated: Simulation) -> None:
     results = []
     for make in (boost, simulated.boost):
@@ -304,43 +249,6 @@ def test_gradients_are_visible_and_may_be_clipped(simulated: Simulation) -> None
     assert results[0] == results[1]
 
 
-def test_evaluation_between_steps_changes_nothing(simulated: Simulation) -> None:
-    reference, boosted = boost(tower()), simulated.boost(tower())
-    for each in (reference, boosted):
-        for seed in range(4):
-            go_on(each, first=seed, steps=1)
-            with torch.no_grad():
-                each.model(**tower_batch(99))
-    assert_equal(simulated.state(boosted), simulated.state(reference))
-
-
-@pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
-@pytest.mark.parametrize(("precision", "state_format"), FORMATS)
-def test_checkpoints_go_from_device_to_device(
-    simulated: Simulation,
-    tmp_path: Path,
-    precision: str,
-    state_format: str,
-    place: dict[str, Any],
-) -> None:
-    settings = {"precision": precision, "optim_state_format": state_format, **SCALE, **place}
-    whole = boost(tower(), **settings)
-    go_on(whole, steps=6)
-    first = simulated.boost(tower(), **settings)
-    go_on(first, steps=3)
-    with simulated.beside():
-        first.booster.save(tmp_path / "run", first.model, first.optimizer)
-        other = boost(tower(), **settings)
-        other.booster.load(tmp_path / "run", other.model, other.optimizer)
-    go_on(other, first=3, steps=3)
-    assert_equal(simulated.state(other), simulated.state(whole))
-    back = simulated.boost(tower(), **settings)
-    go_on(back, steps=2)
-    back.booster.load(tmp_path / "run", back.model, back.optimizer)
-    go_on(back, first=3, steps=3)
-    assert_equal(simulated.state(back), simulated.state(whole))
-
-
 def test_optimizer_state_is_shown_as_copies(simulated: Simulation) -> None:
     reference, boosted = boost(tower()), simulated.boost(tower())
     go_on(reference)
@@ -354,25 +262,6 @@ def test_optimizer_state_is_shown_as_copies(simulated: Simulation) -> None:
     entry = next(iter(boosted.optimizer.state.values()))
     entry["exp_avg"].fill_(7.0)
     assert bool((entry["exp_avg"] == 7.0).all())  # what is written into a copy goes back
-
-
-def test_a_state_dict_goes_in_and_out(simulated: Simulation) -> None:
-    reference, boosted = (
-        boost(tower(), precision="bf16"),
-        simulated.boost(tower(), precision="bf16"),
-    )
-    go_on(reference)
-    with simulated.beside():
-        weights = {key: value.clone() for key, value in reference.model.state_dict().items()}
-        state = reference.optimizer.state_dict()
-    boosted.model.load_state_dict(weights)
-    boosted.optimizer.load_state_dict(state)
-    for key, value in boosted.model.state_dict().items():
-        assert torch.equal(value.cpu(), weights[key])
-    mine = boosted.optimizer.state_dict()["state"]
-    for i, entry in state["state"].items():
-        assert torch.equal(mine[i]["exp_avg"], entry["exp_avg"])
-        assert torch.equal(mine[i]["exp_avg_sq"], entry["exp_avg_sq"])
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(1), None], ids=str)

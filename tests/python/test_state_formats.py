@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-import castor
 from castor import HybridAdam
 from helpers import assert_close, copies, equal
 from test_optimizer import fill_grads, ordinary_parameters
@@ -138,36 +136,6 @@ def test_a_16_bit_state_of_torch_loads(state_format: str) -> None:
     mine, optimizer = resumed(theirs, copy.deepcopy(reference.state_dict()), state_format)
     assert not optimizer.state[mine[2]]["remainder"].any()
     go_on(mine, optimizer, 3, 4)
-
-
-@pytest.mark.parametrize("target", ["adamw", *FORMATS])
-@pytest.mark.parametrize("source", FORMATS)
-def test_checkpoints_hold_every_format_for_every_other(
-    source: str, target: str, tmp_path: Path
-) -> None:
-    def build(state_format: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = nn.Linear(300, 40).to(torch.float32 if state_format == "adamw" else torch.bfloat16)
-        if state_format == "adamw":
-            return model, AdamW(model.parameters(), lr=1e-2)
-        return model, HybridAdam(model.parameters(), lr=1e-2, optim_state_format=state_format)
-
-    booster = castor.Booster(plugin=castor.GeminiPlugin(device="cpu", device_memory="1GiB"))
-    model, optimizer = build(source)
-    go_on(list(model.parameters()), optimizer, 0, 4)
-    booster.save_optimizer(optimizer, tmp_path / "optimizer", model=model)
-    other, loaded = build(target)
-    booster.load_optimizer(loaded, tmp_path / "optimizer", model=other)
-    expected = optimizer.state_dict()["state"]
-    for i, entry in loaded.state_dict()["state"].items():
-        assert entry["step"] == 4
-        if target in ("adamw", source):
-            assert equal(entry["exp_avg"], expected[i]["exp_avg"])
-            assert equal(entry["exp_avg_sq"], expected[i]["exp_avg_sq"])
-    if target != "adamw":
-        other.load_state_dict(model.state_dict())  # after the optimizer: the order is free
-        for i, entry in loaded.state_dict()["state"].items():
-            assert equal(entry["master"], expected[i]["master"])
 
 
 @pytest.mark.parametrize("state_format", SPLIT_FORMATS)
