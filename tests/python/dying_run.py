@@ -1,4 +1,5 @@
-"""A training run that saves at every step and is killed at random moments, again and again.
+"""A training run that saves at every step and is killed again and again: each time after a random
+number of saves, at a random moment.
 
 Usage: dying_run.py WHAT LIVES SEED DIRECTORY, with WHAT "run" (booster.save), "beside" (the same
 with use_async=True), "nvme" ("run" with all optimizer states on NVMe), "weights" (a larger model,
@@ -170,6 +171,14 @@ def warm_up() -> None:
         optimizer.zero_grad()
 
 
+def wait_for(word: bytes, number: int, journal: Path, start: int, pid: int) -> None:
+    """Waits until a life has written so many lines with a word; it may die of an error too."""
+    while journal.read_bytes()[start:].count(word) < number:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        assert done == 0, f"a life ended by itself with status {status}"
+        time.sleep(0.001)
+
+
 def main() -> None:
     _, what, number, seed, path = sys.argv
     lives, directory = int(number), Path(path)
@@ -191,10 +200,8 @@ def main() -> None:
     for _ in range(lives):
         size = journal.stat().st_size
         pid = fork(life, directory, journal)
-        while journal.stat().st_size == size:  # until it has started; it may die of an error too
-            done, status = os.waitpid(pid, os.WNOHANG)
-            assert done == 0, f"a life ended by itself with status {status}"
-            time.sleep(0.001)
+        wait_for(b"start", 1, journal, size, pid)
+        wait_for(b"saved", rng.randrange(3), journal, size, pid)
         time.sleep(rng.uniform(0.0, 0.8 if what == "weights" else 0.3))
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
@@ -203,9 +210,7 @@ def main() -> None:
     # One more life says what the last kill left.
     size = journal.stat().st_size
     pid = fork(life, directory, journal)
-    while b"saved" not in journal.read_bytes()[size:]:
-        assert os.waitpid(pid, os.WNOHANG)[0] == 0, "the last life ended by itself"
-        time.sleep(0.001)
+    wait_for(b"saved", 1, journal, size, pid)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     reference = []

@@ -21,6 +21,6 @@ def test_every_restart_finds_a_whole_checkpoint(what: str, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     assert counts["starts"] == LIVES + 1
-    assert counts["saved"] + counts["killed_after"] >= LIVES // 5
+    assert counts["saved"] > LIVES // 2, "the seed has most lives wait for one save or two"
     # Of the last life alone; the ones before were cleaned up.
     assert counts["left"] <= 1

@@ -166,13 +166,13 @@ def test_budget_is_never_zero() -> None:
     assert share_memory(None, None, usable_bytes=0) == (1, 1)
 
 
-def test_defaults_of_the_plugin_fit_what_is_available() -> None:
-    before = host_memory().available_bytes
+def test_defaults_of_the_plugin_are_of_what_is_available(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("castor.plugins.machine.host_memory", machine.memory)
     config = castor.GeminiPlugin(device="cpu").config
-    after = host_memory().available_bytes
-    assert config.device_bytes * 2 < config.host_bytes
-    budgets = config.device_bytes + config.host_bytes
-    assert usable_bytes(min(before, after)) * 0.9 < budgets < max(before, after)
+    budgets = config.device_bytes, config.host_bytes
+    assert budgets == share_memory(None, None, usable_bytes=usable_bytes(20 * GIB))
 
 
 def test_estimates_give_a_host_what_budgets_would_be() -> None:
@@ -225,7 +225,7 @@ def container() -> Iterator[Path]:
                 own.rmdir()
             continue
         yield own
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while own.exists():  # what ran there may still be leaving
             try:
                 own.rmdir()
