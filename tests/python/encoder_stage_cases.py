@@ -1,9 +1,6 @@
 """What tests of encoder-decoders in stages run on several ranks; as pipeline_cases.py."""
 
-import gc
-import os
-import sys
-import weakref
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +9,11 @@ import torch
 import transformers as hf
 from torch import distributed, nn
 
-import castor
+import as_rank
 import grids
 from pipeline_cases import SCHEDULES, ZERO_BUBBLE, _train_on, batch, boost, train
 from stage_call_cases import WAYS
-from tensor_cases import die, of_all, said, say_who_died, write, write_own
+from tensor_cases import of_all, said, save_and_go_on, write, write_own
 from zoo import VOCABULARY, Batch, Case
 
 STEPS = grids.steps(10)
@@ -29,12 +26,6 @@ CUTS: dict[str, dict[str, Any]] = {
     "in encoder": {"num_layers_per_stage": [2, 6]},
     "in decoder": {"num_layers_per_stage": [5, 3]},
     "between": {"num_layers_per_stage": [4, 4]},
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "lazy": {"lazy": True},
-    "recompute": {"activations": "recompute"},
-    "offload": {"activations": "offload"},
-    "overlap": {"overlap": "forward"},
 }
 
 
@@ -89,14 +80,6 @@ TRAINED = grids.some(
     *("t5 1f1b", "untied zbv", "umt5 gpipe"),
 )
 """Families and schedules; T5 goes through others as it is called."""
-UNCHANGED = grids.some(
-    (
-        *(f"1f1b {setting}" for setting in ("tight", "nvme", *SETTINGS)),
-        *(f"zbv {setting}" for setting in ("tight", "nvme", "lazy", "offload")),
-    ),
-    *("1f1b tight", "1f1b nvme", "1f1b recompute", "zbv tight", "zbv offload"),
-)
-PRECISIONS = grids.some(("bf16", "fp16"), "fp16")
 COMPOSED = grids.some(
     tuple(
         f"{name} {kind}"
@@ -111,7 +94,6 @@ CALLED = grids.some(tuple(STYLES), "1f1b", "interleaved", "zbv")
 UNEVEN = _family("uneven", hf.T5Config, num_layers=2, num_decoder_layers=6)
 TALKING = _family("talking", hf.T5Config, initializer_factor=2.0)
 """Whose tokens are not all the same."""
-DROPPING = _family("dropping", hf.T5Config, dropout_rate=0.1)
 
 
 def families(directory: Path) -> None:
@@ -128,31 +110,6 @@ def families(directory: Path) -> None:
         found[f"t5 {cut}"] = train(T5, boost(T5, **given), 0, STEPS)
     found["uneven"] = train(UNEVEN, boost(UNEVEN), 0, STEPS)
     write(directory, "families", found)
-
-
-def settings(directory: Path) -> None:
-    """What changes nothing: half of the room that a rank's part takes, states on NVMe, and more."""
-    found: dict[str, Any] = {}
-    for style in ("1f1b", "zbv"):
-        ample = boost(T5, **STYLES[style])
-        found[style] = train(T5, ample, 0, STEPS)
-        own = sum(param.nbytes for param in ample.model.parameters())
-        tight = int(ample.report().peak_nonmodel_bytes + 0.5 * own)
-        nvme = {"nvme_path": directory, "nvme_offload_fraction": 1.0}
-        given: dict[str, dict[str, Any]] = {
-            "tight": {"device_memory": tight}, "nvme": {"device_memory": tight, **nvme},
-        }  # fmt: skip
-        for name, arguments in (given | SETTINGS).items():
-            if f"{style} {name}" not in UNCHANGED:
-                continue
-            boosted = boost(T5, **STYLES[style], **arguments)
-            found[f"{style} {name}"] = train(T5, boosted, 0, STEPS)
-            if name in given:
-                assert boosted.report().peak_device_bytes <= tight
-    for precision in PRECISIONS:
-        found[precision] = train(T5, boost(T5, precision=precision), 0, STEPS)
-    found["dropping"] = train(DROPPING, boost(DROPPING), 0, 3)
-    write(directory, "settings", found)
 
 
 def composed(directory: Path) -> None:
@@ -195,15 +152,8 @@ def saved(directory: Path) -> None:
     found: dict[str, Any] = {}
     for name in SAVED:
         case = FAMILIES[name]
-        boosted = boost(case)
-        boosted.booster.save_model(boosted.model, directory / f"{name}-fresh")
-        train(case, boosted, 0, 3)
-        boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
-        boosted.booster.save_model(boosted.model, directory / f"{name}-model")
-        found[name] = train(case, boosted, 3, 3)
-        again = boost(case, lazy=True, **STYLES["zbv"])
-        again.booster.load(directory / name, again.model, again.optimizer)
-        found[f"{name} again"] = train(case, again, 3, 3)
+        make = functools.partial(boost, case)
+        found[name] = save_and_go_on(directory, name, make, functools.partial(train, case))
     alone = boost(T5)
     alone.booster.load(directory / "alone", alone.model, alone.optimizer)
     found["alone"] = train(T5, alone, 3, 3)
@@ -308,44 +258,8 @@ def refused(directory: Path) -> None:
         "inputs": run(batch(T5, distributed.get_rank())),
         "works": train(T5, boosted, 0, 1),
     }  # fmt: skip
-    gc.collect()
-    gc.disable()
-    for given in (STYLES["1f1b"], STYLES["interleaved"], STYLES["zbv"]):
-        gone = boost(T5, **given)
-        train(T5, gone, 0, 1)
-        held = weakref.ref(gone.model)
-        del gone
-        assert held() is None
-    gc.enable()
     write_own(directory, "refused", found)
 
 
-def one_dies(directory: Path) -> None:
-    """Rank 1 is killed in a phase that the environment names; the others say what they hear."""
-    phase, rank = os.environ["PHASE"], distributed.get_rank()
-    boosted = boost(T5, pp_size=distributed.get_world_size())
-    train(T5, boosted, 0, 1)
-    if rank == 1:
-        blocks = (one for one in boosted.model.modules() if type(one).__name__ == "T5Block")
-        block = next(blocks)
-        if phase == "forward":
-            block.register_forward_pre_hook(die)
-        elif phase == "backward":
-            block.register_full_backward_hook(die)
-        else:
-            boosted.model.get_submodule("decoder").register_forward_pre_hook(die)
-
-    def work() -> None:
-        if phase == "call":
-            generate(boosted.model)
-        train(T5, boosted, 1, 1)
-
-    say_who_died(directory, work)
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    castor.launch_from_torch()
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    if "one_dies" not in sys.argv:
-        distributed.barrier()
+    as_rank.run(globals())

@@ -30,6 +30,7 @@ from tensor_cases import (
     boost,
     decoder,
     die,
+    half_of,
     of_all,
     said,
     say_who_died,
@@ -131,8 +132,7 @@ def expert_settings(directory: Path) -> None:
     who, of = place(2)
     ample = boost(case, ep_size=2)
     train(case, ample, who, of, 0, 3)
-    own = sum(param.nbytes for param in ample.model.parameters())
-    tight = int(ample.report().peak_nonmodel_bytes + 0.5 * own)
+    tight = half_of(ample)
     for name, given in {
         "tight": {"device_memory": tight},
         "NVMe": {"device_memory": tight, "nvme_path": directory, "nvme_offload_fraction": 1.0},

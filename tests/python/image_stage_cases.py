@@ -1,14 +1,13 @@
 """What tests of image models in stages run on several ranks; as pipeline_cases.py."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
-from torch import distributed, nn
+from torch import nn
 
-import castor
+import as_rank
 import grids
 import pipeline_cases
 from helpers import Boosted
@@ -47,9 +46,6 @@ TRAINED = grids.some(
     tuple(f"{case.name} {style}" for case in (VIT, OBLONG) for style in STYLES),
     *("vit4 1f1b", "vit4 interleaved", "oblong zbv"),
 )
-UNCHANGED = grids.some(
-    ("ample v", "tight", "tight v", "recompute", "offload", "lazy"), "ample v", "tight v"
-)
 KINDS: dict[str, dict[str, Any]] = grids.some({
     "tp 2": {"tp_size": 2}, "tp 2, zbv": {"tp_size": 2} | ZERO_BUBBLE, "pp 4": {"pp_size": 4},
 }, "tp 2, zbv", "pp 4")  # fmt: skip
@@ -80,24 +76,8 @@ def _called(boosted: Boosted, given: dict[str, Any]) -> list[Any]:
 
 
 def uses(directory: Path) -> None:
-    """Budgets, precisions, types of pixels, images of another size, a base model."""
+    """Types of pixels, images of another size, a base model."""
     found: dict[str, Any] = {}
-    found["ample"], tight = _tight()
-    found["ample v"], tight_v = _tight(**ZERO_BUBBLE)
-    for setting, given in {
-        "tight": {"device_memory": tight},
-        "tight v": {"device_memory": tight_v} | ZERO_BUBBLE,
-        "recompute": {"activations": "recompute"},
-        "offload": {"activations": "offload"},
-        "lazy": {"lazy": True},
-    }.items():
-        if setting not in UNCHANGED:
-            continue
-        boosted = boost(VIT, **given)  # type: ignore[arg-type]
-        found[setting] = pipeline_cases.train(VIT, boosted, 0, STEPS)
-        if "device_memory" in given:
-            assert boosted.report().peak_device_bytes <= given["device_memory"]  # type: ignore[operator]
-    found["bf16"] = pipeline_cases.train(VIT, boost(VIT, precision="bf16"), 0, STEPS)
     for precision in ("fp32", "bf16"):
         boosted = boost(VIT, precision=precision)
         for dtype in FLOATING:
@@ -115,14 +95,6 @@ def uses(directory: Path) -> None:
     )  # fmt: skip
     found["base"] = done["loss"].item()
     write(directory, "uses", found)
-
-
-def _tight(**given: Any) -> tuple[list[float], int]:
-    """Losses with ample memory, and a budget that holds half of what a rank has."""
-    ample = boost(VIT, **given)
-    losses = pipeline_cases.train(VIT, ample, 0, STEPS)
-    own = sum(param.nbytes for param in ample.model.parameters())
-    return losses, int(ample.report().peak_nonmodel_bytes + 0.5 * own)
 
 
 def pooled(outputs: Any, _: Any) -> torch.Tensor:
@@ -163,7 +135,4 @@ def refused(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    castor.launch_from_torch()
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    distributed.barrier()
+    as_rank.run(globals())

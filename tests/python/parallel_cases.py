@@ -18,6 +18,7 @@ from torch import distributed, nn
 
 import as_rank
 import castor
+import pipeline_cases
 from castor.activations import auto as auto_activations
 from castor.activations.choices import Choice, Decisions
 from castor.optim import Lion
@@ -34,6 +35,7 @@ from tensor_cases import (
     STEPS,
     accumulated,
     decoder,
+    half_of,
     of_all,
     padded,
     said,
@@ -194,14 +196,8 @@ def in_little(boosted: Boosted, scratch: Path, *in_ci: str) -> dict[str, dict[st
 
     `in_ci`: Those that CI has; on "nvme" the device is tight, too.
     """
-    own = sum(param.nbytes for param in boosted.model.parameters())
-    tight = int(boosted.report().peak_nonmodel_bytes + 0.5 * own)
-    scratch.mkdir(exist_ok=True, parents=True)
-    settings: dict[str, dict[str, Any]] = {
-        "tight": {"device_memory": tight},
-        "nvme": {"device_memory": tight, "nvme_path": scratch, "nvme_offload_fraction": 1.0},
-        "lazy": {"lazy": True},
-    }
+    settings = pipeline_cases.in_little(boosted, scratch)
+    del settings["offload"]
     return some(settings, *in_ci)  # type: ignore[no-any-return]
 
 
@@ -262,17 +258,12 @@ def auto(directory: Path) -> None:
     for name, way in of_ranks(AUTO).items():
         kept = way.boost(adam)
         losses = way.train(kept)
-        own = sum(param.nbytes for param in kept.model.parameters())
         least = way.boost(adam, activations="recompute")
         assert way.train(least) == losses
-        scratch = directory / name
-        scratch.mkdir(exist_ok=True)
-        tight = int(kept.report().peak_nonmodel_bytes + 0.5 * own)
         budgets: dict[str, dict[str, Any]] = {
             "ample": {},
-            "tight": {"device_memory": tight},
-            "least": {"device_memory": int(least.report().peak_nonmodel_bytes + 0.5 * own)},
-            "nvme": {"device_memory": tight, "nvme_path": scratch, "nvme_offload_fraction": 1.0},
+            **in_little(kept, directory / name, "tight", "nvme"),
+            "least": {"device_memory": half_of(least)},
             "lazy": {"lazy": True, "overlap": "forward"},
         }
         found[name] = [losses, plain(way, adam)]

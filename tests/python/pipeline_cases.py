@@ -5,11 +5,9 @@ As in tensor_cases.py, whose families these are.
 
 import copy
 import functools
-import gc
 import os
 import pickle
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +22,7 @@ import castor
 import grids
 from castor.config.event_names import BACKWARD_ENTER
 from castor.runtime.engine import engine_of
-from helpers import GIB, Boosted, equal
+from helpers import GIB, Boosted
 from tensor_cases import (
     EXPERTS,
     FAMILIES,
@@ -34,11 +32,15 @@ from tensor_cases import (
     STEPS,
     _stepped,
     accumulated,
+    assert_goes_at_once,
     decoder,
     die,
+    half_of,
+    hook_in,
     of_all,
     quantised,
     said,
+    save_and_go_on,
     say_who_died,
     write,
     write_own,
@@ -190,6 +192,27 @@ def in_parts(whole: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+def accumulate(boosted: Boosted, whole: dict[str, torch.Tensor], criterion: Any = None) -> float:
+    """Loss of a batch of which one process takes a micro-batch after the other."""
+    total = 0.0
+    for part in in_parts(whole):
+        outputs = boosted.model(**part)
+        loss = (criterion(outputs, part) if criterion else outputs.loss) / MICROBATCHES
+        boosted.booster.backward(loss, boosted.optimizer)
+        total += loss.item()
+    return total
+
+
+def train_whole(case: Case, boosted: Boosted, seeds: range) -> list[float]:
+    """Losses of steps of a model that one process has whole."""
+    losses = []
+    for seed in seeds:
+        losses.append(accumulate(boosted, batch(case, seed)))
+        boosted.optimizer.step()
+        boosted.optimizer.zero_grad()
+    return losses
+
+
 def families(directory: Path) -> None:
     """Losses of every family in stages."""
     found = {}
@@ -238,24 +261,14 @@ def settings(directory: Path) -> None:
     for name, case in DEEP.items():
         ample = boost(case)
         found[f"{name} 1f1b"] = train(case, ample)
-        report = ample.report()
-        own = sum(param.nbytes for param in ample.model.parameters())
-        tight = int(report.peak_nonmodel_bytes + 0.5 * own)
-        scratch = directory / name
-        scratch.mkdir(exist_ok=True)
-        given = SCHEDULES | {
-            "tight": {"device_memory": tight},
-            "nvme": {
-                "device_memory": tight, "nvme_path": scratch, "nvme_offload_fraction": 1.0,
-            },
-        }  # fmt: skip
+        given = in_little(ample, directory / name) | SCHEDULES
         for setting, arguments in given.items():
             if setting == "1f1b" or f"{name} {setting}" not in SETTINGS:
                 continue
             boosted = boost(case, **arguments)
             found[f"{name} {setting}"] = train(case, boosted)
             if "device_memory" in arguments:
-                assert boosted.report().peak_device_bytes <= tight
+                assert boosted.report().peak_device_bytes <= arguments["device_memory"]
         del boosted  # on a GPU its budget holds for whatever is allocated there
     write(directory, "settings", found)
 
@@ -265,21 +278,8 @@ def saved(directory: Path) -> None:
     found = {}
     for name, given in SAVED.items():
         case = FAMILIES[name]
-        boosted = boost(case, **given)
-        boosted.booster.save_model(boosted.model, directory / f"{name}-fresh")
-        train(case, boosted, 0, 3)
-        boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
-        boosted.booster.save_model(boosted.model, directory / f"{name}-model")
-        later = train(case, boosted, 3, 3)
-        again = boost(case, lazy=True, **given)
-        train(case, again, 7, 1)
-        assert again.booster.load(directory / name, again.model, again.optimizer).step == 3
-        assert train(case, again, 3, 3) == later
-        again.booster.load_model(again.model, directory / f"{name}-model")
-        boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
-        mine, theirs = (list(one.model.parameters()) for one in (again, boosted))
-        assert all(map(equal, mine, theirs))
-        found[name] = later
+        make = functools.partial(boost, case, **given)
+        found[name] = save_and_go_on(directory, name, make, functools.partial(train, case))
     write(directory, "saved", found)
 
 
@@ -393,13 +393,13 @@ def in_little(ample: Boosted, scratch: Path) -> dict[str, dict[str, Any]]:
         ample: The stages with room for all, which have taken a step.
         scratch: For NVMe; is made.
     """
-    own = sum(param.nbytes for param in ample.model.parameters())
-    tight = int(ample.report().peak_nonmodel_bytes + 0.5 * own)
-    scratch.mkdir(exist_ok=True)
+    tight = half_of(ample)
+    scratch.mkdir(exist_ok=True, parents=True)
     return {
         "tight": {"device_memory": tight},
         "nvme": {"device_memory": tight, "nvme_path": scratch, "nvme_offload_fraction": 1.0},
         "offload": {"activations": "offload"},
+        "lazy": {"lazy": True},
     }
 
 
@@ -488,15 +488,10 @@ def uses(directory: Path) -> None:
         found[precision] = train(case, boost(case, precision=precision))
     dropping = boost(gpt2_with_dropout())
     found["dropout"] = train(case, dropping, 0, 3)
-    gc.collect()
-    gc.disable()
     for given in (SCHEDULES["interleaved"], ZERO_BUBBLE):
-        gone = boost(case, **given)
-        train(case, gone, 0, 1)
-        held = weakref.ref(gone.model)
-        del gone
-        assert held() is None
-    gc.enable()
+        assert_goes_at_once(
+            functools.partial(boost, case, **given), lambda gone: train(case, gone, 0, 1)
+        )
     everyone = of_all(found)
     write(directory, "uses", everyone[0] | everyone[1])
 
@@ -599,19 +594,7 @@ def one_dies(directory: Path) -> None:
     boosted = boost(case, pp_size=distributed.get_world_size(), **given)
     train(case, boosted, 0, 1)
     if rank == 1:
-        block = next(
-            module for module in boosted.model.modules() if "DecoderLayer" in type(module).__name__
-        )
-        if phase == "forward":
-            block.register_forward_pre_hook(die)
-        elif phase == "backward":
-            block.register_full_backward_hook(die)
-        elif phase == "weights":
-            next(block.parameters()).register_hook(die)
-        elif phase == "step":
-            boosted.optimizer.step = die  # type: ignore[method-assign]
-        else:
-            boosted.booster.save_model = die  # type: ignore[method-assign]
+        hook_in(phase, boosted, die)
 
     def work() -> None:
         train(case, boosted, 1, 1)
@@ -638,18 +621,10 @@ def one_fails(directory: Path) -> None:
         return outputs.loss
 
     criterion = own_loss if phase == "criterion" else None
-    if rank == 1:
-        block = next(
-            module for module in boosted.model.modules() if "DecoderLayer" in type(module).__name__
-        )
-        if phase == "forward":
-            block.register_forward_pre_hook(fail)
-        elif phase == "backward":
-            block.register_full_backward_hook(fail)
-        elif phase == "weights":
-            next(block.parameters()).register_hook(fail)
-        else:
-            criterion = fail
+    if rank == 1 and criterion:
+        criterion = fail
+    elif rank == 1:
+        hook_in(phase, boosted, fail)
 
     def step() -> None:
         data = batches(case, 1, 1)

@@ -1,6 +1,5 @@
 """What tests of router losses in stages run on several ranks; as pipeline_cases.py."""
 
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 import transformers as hf
 from torch import distributed
 
-import castor
+import as_rank
 import grids
 import pipeline_cases
 from helpers import Boosted
@@ -59,14 +58,7 @@ TRAINED = grids.some(
     tuple(f"{name} {style}" for name in MIXTURES for style in STYLES),
     *("mixtral gpipe", "tied zbv", "qwen2_moe interleaved", "qwen3_moe 1f1b", "qwen3_moe zbv"),
 )
-SETTINGS = ("tight", "nvme", "offload", "lazy")
-UNCHANGED = grids.some(
-    (
-        *(f"{style} {setting}" for style in ("1f1b", "zbv") for setting in ("ample", *SETTINGS)),
-        "1f1b recompute",
-    ),
-    *("1f1b ample", "1f1b tight", "1f1b recompute", "zbv ample", "zbv tight", "zbv offload"),
-)
+UNCHANGED = ("1f1b ample", "1f1b recompute", "zbv ample", "zbv tight", "zbv offload")
 COMPILED = grids.some(("1f1b", "interleaved"), "interleaved")
 BASE = grids.some(("1f1b", "zbv"), "zbv")
 WITH_EXPERTS = grids.some(tuple(STYLES), "1f1b", "zbv")
@@ -140,7 +132,6 @@ def settings(directory: Path) -> None:
         ample = boost(case, **STYLES[style])
         found[f"{style} ample"] = _train(case, ample)
         settings_of_style = pipeline_cases.in_little(ample, directory / style)
-        settings_of_style["lazy"] = {"lazy": True}
         settings_of_style["recompute"] = {"activations": "recompute"}
         for setting, given in settings_of_style.items():
             if f"{style} {setting}" not in UNCHANGED:
@@ -260,7 +251,4 @@ def refused(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    castor.launch_from_torch()
-    globals()[sys.argv[1]](Path(sys.argv[2]))
-    distributed.barrier()
+    as_rank.run(globals())

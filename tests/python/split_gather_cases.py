@@ -18,6 +18,7 @@ from tensor_cases import (
     STEPS,
     boost,
     decoder,
+    half_of,
     of_all,
     padded,
     said,
@@ -79,12 +80,8 @@ def settings(directory: Path) -> None:
         case = FAMILIES[name]
         ample = boost(case, 2, **SPLIT_GATHER)
         found[name] = [train(case, ample)]
-        own = sum(param.nbytes for param in ample.model.parameters())
-        tight = int(ample.report().peak_nonmodel_bytes + 0.5 * own)
-        scratch = {"nvme_path": directory, "nvme_offload_fraction": 1.0}
-        for given in (
-            *SETTINGS.values(), {"device_memory": tight}, {"device_memory": tight} | scratch,
-        ):  # fmt: skip
+        tight = half_of(ample)
+        for given in (*SETTINGS.values(), {"device_memory": tight}):
             if name == "gpt2" and isinstance(given.get("activations"), dict):
                 continue
             boosted = boost(case, 2, **SPLIT_GATHER | given)

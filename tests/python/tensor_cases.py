@@ -6,7 +6,6 @@ NAME.json, or each rank its own as NAME0.json, NAME1.json (rank_processes.found,
 
 import copy
 import functools
-import gc
 import json
 import os
 import pickle
@@ -30,7 +29,7 @@ import castor
 import grids
 from castor.distributed import ModelParallelGroup
 from castor.runtime.engine import engine_of
-from helpers import GIB, Boosted, equal, on_device_of
+from helpers import GIB, Boosted, equal, on_device_of, without_collections
 from packed_layers import Linear4bit
 from zoo import CASES, LENGTH, VOCABULARY, Batch, Case, gpt2_with_dropout, tower
 
@@ -229,6 +228,69 @@ def accumulated(
     return losses
 
 
+def half_of(ample: Boosted) -> int:
+    """A budget that holds half of a rank's parameters, of a model that has trained with room."""
+    own = sum(param.nbytes for param in ample.model.parameters())
+    return int(ample.report().peak_nonmodel_bytes + 0.5 * own)
+
+
+def save_and_go_on(
+    directory: Path,
+    name: str,
+    make: Callable[..., Boosted],
+    train: Callable[[Boosted, int, int], list[float]],
+) -> list[float]:
+    """Writes a model, before its first step and after three, and its run; goes on with both.
+
+    Returns:
+        Losses of the three steps after the save; another model that has read the run has the same.
+    """
+    boosted = make()
+    boosted.booster.save_model(boosted.model, directory / f"{name}-fresh")
+    train(boosted, 0, 3)
+    boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
+    boosted.booster.save_model(boosted.model, directory / f"{name}-model")
+    later = train(boosted, 3, 3)
+    again = make(lazy=True)
+    train(again, 7, 1)
+    assert again.booster.load(directory / name, again.model, again.optimizer).step == 3
+    assert train(again, 3, 3) == later
+    again.booster.load_model(again.model, directory / f"{name}-model")
+    boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
+    mine, theirs = (list(one.model.parameters()) for one in (again, boosted))
+    assert all(map(equal, mine, theirs))
+    return later
+
+
+def assert_goes_at_once(make: Callable[[], Boosted], use: Callable[[Boosted], Any]) -> None:
+    """A model that nobody holds goes without the garbage collector."""
+    with without_collections():
+        gone = make()
+        use(gone)
+        held = weakref.ref(gone.model)
+        del gone
+        assert held() is None
+
+
+def hook_in(
+    phase: str, boosted: Boosted, work: Callable[..., Any], block: str = "DecoderLayer"
+) -> None:
+    """Has `work` called in a phase of the next step of a rank's first block, or of a save."""
+    blocks = (one for one in boosted.model.modules() if block in type(one).__name__)
+    first = next(blocks)
+    if phase == "forward":
+        first.register_forward_pre_hook(work)
+    elif phase == "backward":
+        first.register_full_backward_hook(work)
+    elif phase == "weights":
+        next(first.parameters()).register_hook(work)
+    elif phase == "step":
+        boosted.optimizer.step = work  # type: ignore[method-assign]
+    else:
+        assert phase == "save", phase
+        boosted.booster.save_model = work  # type: ignore[method-assign]
+
+
 def families(directory: Path) -> None:
     """Losses of every family among all ranks."""
     found = {}
@@ -251,14 +313,8 @@ def settings(directory: Path) -> None:
         case = FAMILIES[name]
         ample = boost(case, size)
         found[name] = [train(case, ample)]
-        report = ample.report()
-        own = sum(param.nbytes for param in ample.model.parameters())
-        tight = int(report.peak_nonmodel_bytes + 0.5 * own)
-        scratch = directory / name
-        scratch.mkdir(exist_ok=True)
         for given in (
-            {"device_memory": tight},
-            {"device_memory": tight, "nvme_path": scratch, "nvme_offload_fraction": 1.0},
+            {"device_memory": half_of(ample)},
             {"overlap": "forward"},
             {"activations": "recompute"},
             {"activations": "offload"},
@@ -267,7 +323,7 @@ def settings(directory: Path) -> None:
             boosted = boost(case, size, **given)  # type: ignore[arg-type]
             found[name].append(train(case, boosted))
             if "device_memory" in given:
-                assert boosted.report().peak_device_bytes <= tight
+                assert boosted.report().peak_device_bytes <= given["device_memory"]
         for precision, state_format in (("bf16", "split"), ("bf16", "split_bf16"), ("fp16", None)):
             boosted = boost(case, size, precision=precision, optim_state_format=state_format)
             found[f"{name} {precision} {state_format}"] = train(case, boosted)
@@ -300,21 +356,8 @@ def saved(directory: Path) -> None:
     found = {}
     for name, given in SAVED.items():
         case = FAMILIES[name]
-        boosted = boost(case, 2, **given)
-        boosted.booster.save_model(boosted.model, directory / f"{name}-fresh")
-        train(case, boosted, 0, 3)
-        boosted.booster.save(directory / name, boosted.model, boosted.optimizer)
-        boosted.booster.save_model(boosted.model, directory / f"{name}-model")
-        later = train(case, boosted, 3, 3)
-        again = boost(case, 2, lazy=True, **given)
-        train(case, again, 7, 1)
-        assert again.booster.load(directory / name, again.model, again.optimizer).step == 3
-        assert train(case, again, 3, 3) == later
-        again.booster.load_model(again.model, directory / f"{name}-model")
-        boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
-        mine, theirs = (list(one.model.parameters()) for one in (again, boosted))
-        assert all(map(equal, mine, theirs))
-        found[name] = later
+        make = functools.partial(boost, case, 2, **given)
+        found[name] = save_and_go_on(directory, name, make, functools.partial(train, case))
     write(directory, "saved", found)
 
 
@@ -352,17 +395,11 @@ def uses(directory: Path) -> None:
         torch.allclose(*both, atol=1e-5) for both in zip(attentions, expected, strict=True)
     ]
     found["sums"] = _sums(case), _sums(FAMILIES["gpt2"])
-    # A model that nobody holds goes at once, without the garbage collector.
     for given in ({"size": 2}, {"sp_size": 2}):
-        gc.collect()
-        gc.disable()
-        gone = boost(case, **given)  # type: ignore[arg-type]
-        train(case, gone, 0, 1)
-        gone.model(**case.batch(0))
-        held = weakref.ref(gone.model)
-        del gone
-        assert held() is None
-        gc.enable()
+        assert_goes_at_once(
+            functools.partial(boost, case, **given),  # type: ignore[arg-type]
+            lambda gone: (train(case, gone, 0, 1), gone.model(**case.batch(0))),
+        )
     # What every rank has draws the same dropout.
     model, dropping = gpt2_with_dropout().model(), gpt2_with_dropout()
     torch.manual_seed(distributed.get_rank())
@@ -581,10 +618,7 @@ def _ring_sequences() -> dict[str, Any]:
     ample = boost(llama, sp_size=size, **RING)
     found["unpadded"] = train(llama, ample)
     if size == 2 or grids.WHOLE:
-        tight = int(
-            ample.report().peak_nonmodel_bytes
-            + 0.5 * sum(param.nbytes for param in ample.model.parameters())
-        )
+        tight = half_of(ample)
         boosted = boost(llama, sp_size=size, device_memory=tight, **RING)
         assert train(llama, boosted) == found["unpadded"]
         assert boosted.report().peak_device_bytes <= tight
@@ -877,17 +911,8 @@ def one_dies(directory: Path) -> None:
     }  # fmt: skip
     boosted = boost(case, **sizes[kind])
     train(case, boosted, 0, 1)
-
     if distributed.get_rank() == 1:
-        layer = boosted.model.model.layers[1]  # type: ignore[union-attr, index]
-        if phase == "forward":
-            layer.register_forward_pre_hook(die)
-        elif phase == "backward":
-            layer.register_full_backward_hook(die)
-        elif phase == "step":
-            boosted.optimizer.step = die  # type: ignore[method-assign]
-        else:
-            boosted.booster.save_model = die  # type: ignore[method-assign]
+        hook_in(phase, boosted, die)
 
     def work() -> None:
         train(case, boosted, 1, 1)

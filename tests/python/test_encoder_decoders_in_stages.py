@@ -1,6 +1,5 @@
 """Encoder-decoders in stages: the encoder's blocks, then the decoder's, over several ranks."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ from encoder_stage_cases import (
     CALLED,
     COMPOSED,
     CUTS,
-    DROPPING,
     FAMILIES,
     GENERATED,
     LATER,
-    PRECISIONS,
     SAVED,
     SOME,
     STEPS,
@@ -27,17 +24,15 @@ from encoder_stage_cases import (
     TALKING,
     TARGET,
     TRAINED,
-    UNCHANGED,
     UNEVEN,
 )
-from helpers import Boosted
-from pipeline_cases import MICROBATCHES, batch
+from pipeline_cases import accumulate, batch, train_whole
 from pipeline_cases import plain as plain_of
-from rank_processes import assert_said, found, found_by_each, run
+from rank_processes import assert_said, found, found_by_each
+from saved_by_ranks import loaded_by_one
 from tensor_cases import LOSS
 from tensor_cases import boost as boost_unsharded
 from test_layouts import cluster
-from zoo import Case
 
 
 def plain(name: str) -> list[float]:
@@ -70,29 +65,6 @@ def test_rows_may_differ_in_length(families: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return found(encoder_stage_cases.settings, 2, tmp_path_factory.mktemp("settings"))
-
-
-@pytest.mark.parametrize("setting", UNCHANGED)
-def test_settings_change_nothing(setting: str, settings: Any) -> None:
-    style = setting.split()[0]
-    assert settings[setting] == settings[style]
-    assert settings[style] == pytest.approx(plain("t5"), rel=LOSS)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_reduced_precisions_are_close(precision: str, settings: Any) -> None:
-    assert settings[precision] == pytest.approx(plain("t5"), rel=1e-2)
-
-
-def test_dropout_is_drawn(settings: Any) -> None:
-    without = plain("t5")[:3]
-    assert settings["dropping"] != pytest.approx(without, rel=1e-6)
-    assert settings["dropping"] == pytest.approx(plain_of(DROPPING, 3), rel=5e-2)
-
-
-@pytest.fixture(scope="module")
 def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found(encoder_stage_cases.composed, 4, tmp_path_factory.mktemp("composed"))
 
@@ -112,48 +84,22 @@ def test_what_some_stages_save_others_go_on_with(kind: str, composed: Any) -> No
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("saved")
     alone = boost_unsharded(T5, 1)
-    _steps(T5, alone, range(3))
+    train_whole(T5, alone, range(3))
     alone.booster.save(directory / "alone", alone.model, alone.optimizer)
-    return directory, found(encoder_stage_cases.saved, 2, directory), _steps(T5, alone, range(3, 6))
-
-
-def _steps(case: Case, boosted: Boosted, seeds: range) -> list[float]:
-    """Of one process, which accumulates the micro-batches."""
-    losses = []
-    for seed in seeds:
-        whole, total = batch(case, seed), 0.0
-        for i in range(MICROBATCHES):
-            part = {name: value.chunk(MICROBATCHES)[i] for name, value in whole.items()}
-            loss = boosted.model(**part).loss / MICROBATCHES
-            boosted.booster.backward(loss, boosted.optimizer)
-            total += loss.item()
-        boosted.optimizer.step()
-        boosted.optimizer.zero_grad()
-        losses.append(total)
-    return losses
+    return (
+        directory,
+        found(encoder_stage_cases.saved, 2, directory),
+        train_whole(T5, alone, range(3, 6)),
+    )
 
 
 @pytest.mark.parametrize("name", SAVED)
 def test_what_stages_save_is_what_one_process_saves(name: str, saved: Any, tmp_path: Path) -> None:
     directory, later, _ = saved
     case = FAMILIES[name]
-    boosted = boost_unsharded(case, 1)
-    boosted.booster.save_model(boosted.model, tmp_path / "fresh")
-    theirs = directory / f"{name}-fresh" / "model.safetensors"
-    assert (tmp_path / "fresh" / "model.safetensors").read_bytes() == theirs.read_bytes()
-    assert boosted.booster.load(directory / name, boosted.model, boosted.optimizer).step == 3
-    boosted.booster.save(tmp_path / "again", boosted.model, boosted.optimizer)
-    again = tmp_path / "again" / "step-00000003"
-    for part in ("model/model.safetensors", "optimizer/optimizer.safetensors",
-                 "optimizer/optimizer.json"):  # fmt: skip
-        written = directory / name / "step-00000003" / part
-        assert (again / part).read_bytes() == written.read_bytes()
-    if name != "untied":  # transformers ties T5's output embedding whatever is in a file
-        model = type(boosted.model).from_pretrained(directory / f"{name}-model")
-        for mine, other in zip(boosted.model.parameters(), model.parameters(), strict=True):
-            assert torch.equal(mine.detach(), other.detach())
-    assert _steps(case, boosted, range(3, 6)) == pytest.approx(later[name], rel=LOSS)
-    assert later[f"{name} again"] == pytest.approx(later[name], rel=LOSS)
+    # transformers ties T5's output embedding whatever is in a file.
+    boosted = loaded_by_one(case, directory, name, tmp_path, ties=name == "untied")
+    assert train_whole(case, boosted, range(3, 6)) == pytest.approx(later[name], rel=LOSS)
 
 
 def test_stages_go_on_with_what_one_process_saved(saved: Any) -> None:
@@ -207,13 +153,10 @@ def test_four_stages_generate(composed: Any) -> None:
 def norm() -> float:
     """Of the gradients of two batches, in one process."""
     boosted = boost_unsharded(T5, 1)
-    _steps(T5, boosted, range(STEPS))
+    train_whole(T5, boosted, range(STEPS))
     for cut in (10, 8):
         short = {key: value[:, :cut].contiguous() for key, value in batch(T5, STEPS).items()}
-        for i in range(MICROBATCHES):
-            part = {name: value.chunk(MICROBATCHES)[i] for name, value in short.items()}
-            loss = boosted.model(**part).loss / MICROBATCHES
-            boosted.booster.backward(loss, boosted.optimizer)
+        accumulate(boosted, short)
     boosted.optimizer.step()
     return boosted.report().gradient_norm
 
@@ -256,25 +199,6 @@ def test_what_does_not_go_with_stages_is_named_on_every_rank(
 
 def test_the_model_works_after_each_refusal(refused: Any) -> None:
     assert refused[0]["works"] == refused[1]["works"] == pytest.approx(plain("t5")[:1], rel=LOSS)
-
-
-@pytest.mark.parametrize(
-    ("phase", "size"),
-    [
-        pytest.param("forward", 2, marks=pytest.mark.whole),
-        *(("backward", 2), ("forward", 4), ("call", 2)),
-    ],
-)
-def test_a_rank_that_dies_is_named(
-    phase: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PHASE", phase)
-    outcomes = run(encoder_stage_cases.one_dies, size, tmp_path, timeout=60)
-    assert [outcome.code for outcome in outcomes] == [0, -9, *[0] * (size - 2)]
-    for rank in {*range(size)} - {1}:
-        message, seconds = json.loads((tmp_path / f"one_dies{rank}.json").read_text())
-        assert "rank 1 (process" in message
-        assert seconds < 20
 
 
 def test_a_plan_has_no_stages_of_encoder_decoders(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from image_stage_cases import (
     OBLONG,
     STEPS,
     TRAINED,
-    UNCHANGED,
     VIT,
     interpolated,
     pooled,
@@ -71,13 +70,6 @@ def test_files_depend_on_no_schedule(name: str, schedules: Any) -> None:
 @pytest.fixture(scope="module")
 def uses(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found(image_stage_cases.uses, 2, tmp_path_factory.mktemp("uses"))
-
-
-@pytest.mark.parametrize("setting", UNCHANGED)
-def test_settings_change_nothing(setting: str, uses: Any) -> None:
-    assert uses[setting] == uses["ample"]
-    assert uses["ample"] == pytest.approx(plain("vit4"), rel=LOSS)
-    assert uses["bf16"] == pytest.approx(plain("vit4"), rel=2e-2)
 
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)

@@ -12,7 +12,7 @@ import torch
 import castor
 import pipeline_cases
 from encoder_stage_cases import FAMILIES as ENCODER_DECODERS
-from helpers import GIB, Boosted, equal
+from helpers import GIB
 from pages import ROOT
 from pipeline_cases import (
     COMPOSED,
@@ -27,10 +27,13 @@ from pipeline_cases import (
     SETTINGS,
     SOME_WITH_STAGES,
     STAGED,
+    accumulate,
     batch,
     plain,
+    train_whole,
 )
 from rank_processes import assert_said, found, found_by_each, run
+from saved_by_ranks import loaded_by_one
 from tensor_cases import EXPERTS, FAMILIES, GATHERED, LOSS, LR, MAX_NORM, SEQUENCES, SIZES
 from tensor_cases import boost as boost_unsharded
 from zoo import Case, gpt2_with_dropout
@@ -167,37 +170,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_what_stages_save_is_what_one_process_saves(name: str, saved: Any, tmp_path: Path) -> None:
     directory, later = saved
     case = FAMILIES[name]
-    boosted = boost_unsharded(case, 1, **SAVED[name])
-    boosted.booster.save_model(boosted.model, tmp_path / "fresh")
-    theirs = directory / f"{name}-fresh" / "model.safetensors"
-    assert (tmp_path / "fresh" / "model.safetensors").read_bytes() == theirs.read_bytes()
-    # Whole runs go on, here and there.
-    info = boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
-    assert info.step == 3
-    weights = [param.detach().clone() for param in boosted.model.parameters()]
-    boosted.booster.save(tmp_path / "again", boosted.model, boosted.optimizer)
-    again = tmp_path / "again" / "step-00000003"
-    for part in ("model/model.safetensors", "optimizer/optimizer.safetensors",
-                 "optimizer/optimizer.json"):  # fmt: skip
-        written = directory / name / "step-00000003" / part
-        assert (again / part).read_bytes() == written.read_bytes()
-    losses = [_accumulated(case, boosted, seed) for seed in range(3, 6)]
+    boosted = loaded_by_one(case, directory, name, tmp_path, **SAVED[name])
+    losses = train_whole(case, boosted, range(3, 6))
     assert losses == pytest.approx(later[name], rel=1e-3 if name == "llama" else LOSS)
-    model = type(boosted.model).from_pretrained(directory / f"{name}-model")
-    for mine, other in zip(weights, model.parameters(), strict=True):
-        assert equal(mine, other.detach())
-
-
-def _accumulated(case: Case, boosted: Boosted, seed: int) -> float:
-    whole, count, total = batch(case, seed), pipeline_cases.MICROBATCHES, 0.0
-    for i in range(count):
-        part = {name: value.chunk(count)[i] for name, value in whole.items()}
-        loss = boosted.model(**part).loss / count
-        boosted.booster.backward(loss, boosted.optimizer)
-        total += loss.item()
-    boosted.optimizer.step()
-    boosted.optimizer.zero_grad()
-    return total
 
 
 @pytest.fixture(scope="module")
@@ -222,24 +197,15 @@ def test_batches_accumulate(style: str, uses: Any) -> None:
     """Of two lengths, with a loss of the user's; a tied embedding's gradient counts once."""
     case = DEEP["gpt2"]
     boosted = boost_unsharded(case, 1)
-    for seed in range(2):
-        _accumulated(case, boosted, seed)
-    count = pipeline_cases.MICROBATCHES
-
-    def accumulate(whole: dict[str, torch.Tensor], criterion: Any) -> None:
-        for i in range(count):
-            part = {name: value.chunk(count)[i] for name, value in whole.items()}
-            loss = criterion(boosted.model(**part), part) / count
-            boosted.booster.backward(loss, boosted.optimizer)
-
+    train_whole(case, boosted, range(2))
     for seed, length in ((0, 24), (1, 16)):
         cut = {name: value[:, :length] for name, value in batch(case, seed).items()}
-        accumulate(cut, pipeline_cases._own_loss)
+        accumulate(boosted, cut, pipeline_cases._own_loss)
     norms = []
     for _ in range(2):
         boosted.optimizer.step()
         norms.append(boosted.report().gradient_norm)
-    accumulate(batch(case, 2), lambda outputs, _: outputs.loss)
+    accumulate(boosted, batch(case, 2))
     boosted.optimizer.step()
     norms.append(boosted.report().gradient_norm)
     names = ("norm", "same norm", "more norm")

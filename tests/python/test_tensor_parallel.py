@@ -13,8 +13,8 @@ import castor
 import tensor_cases
 from castor.distributed import ModelParallelGroup
 from castor.distributed.inputs import by_name
-from helpers import equal
 from rank_processes import assert_said, found, found_by_each, of_sizes, run
+from saved_by_ranks import loaded_by_one
 from tensor_cases import (
     FAMILIES,
     LOSS,
@@ -91,25 +91,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_what_ranks_save_is_what_one_process_saves(name: str, saved: Any, tmp_path: Path) -> None:
     directory, later = saved
     case = FAMILIES[name]
-    boosted = boost(case, 1, **SAVED[name])
-    boosted.booster.save_model(boosted.model, tmp_path / "fresh")
-    theirs = directory / f"{name}-fresh" / "model.safetensors"
-    assert (tmp_path / "fresh" / "model.safetensors").read_bytes() == theirs.read_bytes()
-    # Whole runs go on, here and there.
-    info = boosted.booster.load(directory / name, boosted.model, boosted.optimizer)
-    assert info.step == 3
-    weights = [param.detach().clone() for param in boosted.model.parameters()]
-    boosted.booster.save(tmp_path / "again", boosted.model, boosted.optimizer)
-    again = tmp_path / "again" / "step-00000003"
-    for part in ("model/model", "optimizer/optimizer"):
-        written = directory / name / "step-00000003" / f"{part}.safetensors"
-        assert (again / f"{part}.safetensors").read_bytes() == written.read_bytes()
+    boosted = loaded_by_one(case, directory, name, tmp_path, **SAVED[name])
     close = 1e-3 if name == "llama" else LOSS
     assert train(case, boosted, 3, 3) == pytest.approx(later[name], rel=close)
-    # transformers reads it.
-    model = type(boosted.model).from_pretrained(directory / f"{name}-model")
-    for mine, other in zip(weights, model.parameters(), strict=True):
-        assert equal(mine, other.detach())
 
 
 def test_a_run_of_one_process_goes_on_on_two(tmp_path: Path) -> None:
