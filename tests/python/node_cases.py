@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 
-import shared_host_storage_cases
 import tensor_cases
 from castor.runtime.engine import engine_of
 from grids import some
@@ -35,7 +34,6 @@ SAME_AS_GROUP = some({
 }, "deferred", "bf16 split_int8", "nvme states")  # fmt: skip
 """The bits of ranks that share nothing."""
 ON_THREE = some({name: EXACT[name] for name in ("tight", "uneven")}, "uneven")
-EVENTFUL = some(("tight", "overlap", "split", "lazy", "unlike"), "tight", "unlike")
 STEPS = 4
 
 
@@ -69,17 +67,6 @@ def on_three_nodes(directory: Path) -> None:
     with _of_rank() as rank:
         for name, case in ON_THREE.items():
             _keep(case, directory / f"{name}.{rank}.pt", rank)
-
-
-def events(directory: Path) -> None:
-    """shared_host_storage_cases.eventful, on nodes and over the group."""
-    with _of_rank() as rank:
-        for name in EVENTFUL:
-            for link in ("node", "group"):
-                os.environ["CASTOR_RANK_LINK"] = link
-                seen = shared_host_storage_cases.eventful(name, (rank,), directory)
-                torch.save(seen, directory / f"{name}.{link}.{rank}.pt")
-                distributed.barrier()
 
 
 WIDTH = 256

@@ -391,7 +391,7 @@ def shows_states(directory: Path) -> None:
 
 
 BESIDE_ONE_ANOTHER = (
-    different_models, shuffles_differently, one_passes_more, steps_differently, one_saves,
+    different_models, shuffles_differently, one_passes_more, one_saves, steps_differently,
     lazy_in_any_order, nothing_of_pythons, others_weights, overflow_on_one, shows_states,
 )  # fmt: skip
 
@@ -493,17 +493,6 @@ def saves_each_step(directory: Path) -> None:
         optimizer.zero_grad()
         booster.save(directory / "run", model, optimizer, dataloader=loader, keep=2)
     torch.save(list(model.parameters()), directory / f"weights.{os.environ['RANK']}.pt")
-
-
-def one_dies(_: Path) -> None:
-    """Rank 1 is killed after two steps; rank 0 goes on."""
-    with _of_rank() as rank:
-        booster, model, optimizer = boost(TOWER)
-        for step in range(3):
-            if step == 2 and rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            booster.backward(_tower_loss(model, step, rank), optimizer)
-            optimizer.step()
 
 
 def one_dies_at(directory: Path) -> None:

@@ -166,10 +166,6 @@ ON_SEVERAL = (
 )
 OVER_THE_GROUP = grids.some(ON_SEVERAL, "adafactor and sgd", "seldom", "stage 2", "stage 3")
 ON_NODES = grids.some((*ON_SEVERAL, "in turn"), "adafactor and sgd", "stage 3", "in turn")
-ON_THREE = grids.some(
-    ("two adamw, tight", "adafactor and sgd", "muon and hybrid, tight"),
-    *("adafactor and sgd", "muon and hybrid, tight"),
-)
 
 
 @dataclass
@@ -247,10 +243,6 @@ def over_the_group(directory: Path) -> None:
 
 def on_nodes(directory: Path) -> None:
     _train_all(ON_NODES, directory)
-
-
-def on_three(directory: Path) -> None:
-    _train_all(ON_THREE, directory)
 
 
 ON_GPUS = {

@@ -312,17 +312,6 @@ def steps_without_room(_: Path) -> None:
         print(all(same), booster.report(model).host_bytes - paid)
 
 
-def one_loads(directory: Path) -> None:
-    """Rank 0 loads weights where rank 1 runs a backward pass."""
-    with _of_rank() as rank:
-        booster, model, optimizer = _boost("tight", 0)
-        booster.save_model(model, directory / "model")
-        if rank == 0:
-            print(_refused(lambda: booster.load_model(model, directory / "model")))
-        else:
-            print(_refused(lambda: booster.backward(_loss(model, 1, rank), optimizer)))
-
-
 def outlives(_: Path) -> None:
     """What a model's parameters say when nothing of castor is left, its threads included."""
     with _of_rank() as rank:

@@ -268,13 +268,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(beside: Path) -> None:
     assert outputs[0].startswith("1 ")
 
 
-def test_a_rank_that_dies_ends_the_others_with_a_message(tmp_path: Path) -> None:
-    first, second = run(rank_cases.one_dies, 2, tmp_path)
-    assert second.code == -9
-    assert first.code != 0
-    assert re.search(r"rank 0 of 2 lost the others: rank 1 \(process \d+\) has ended", first.errors)
-
-
 @pytest.mark.parametrize(
     ("phase", "victim"),
     [

@@ -13,8 +13,8 @@ from torch import distributed
 from grids import some
 from helpers import copies
 from rank_cases import TOWER, RankCase, _of_rank, _tower_loss, boost, train
-from zero_stage_cases import DEEP, TIGHT, _over_the_group, chunk_bytes, lose_rank_1, steps_of
 from zero_stage_cases import SAVED as SAVED_IN_PARTS
+from zero_stage_cases import TIGHT, _over_the_group, chunk_bytes, lose_rank_1, steps_of
 
 SIZE = 4
 FP32 = {
@@ -40,20 +40,6 @@ def trained(directory: Path) -> None:
                 weights, losses, report = boosted
                 found = (weights, losses, vars(report))
                 torch.save(found, directory / f"{name}.{num_copies}.{rank}.pt")
-
-
-def memory(_: Path) -> None:
-    """What the host holds with so many copies, before a step and behind it."""
-    with _over_the_group() as rank:
-        for num_copies in (1, 2, 4):
-            boosted = boost(copied(DEEP, num_copies), placement_policy="cpu")
-            before, sizes = boosted.booster.report(boosted.model), chunk_bytes(boosted.model)
-            boosted.step(_tower_loss(boosted.model, 0, rank))
-            after = boosted.booster.report(boosted.model)
-            distributed.barrier()
-            print(before.host_bytes, after.host_bytes, before.rank_shard_bytes,
-                  before.rank_window_bytes, before.rank_gradient_shard_bytes, sum(sizes),
-                  max(sizes))  # fmt: skip
 
 
 def seams(_: Path) -> None:

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-import castor
 from castor.runtime.engine import engine_of
 from grids import some, steps
-from helpers import Boosted, copies, plugin
+from helpers import Boosted, copies
 from rank_cases import (
     CLOSE,
     EXACT,
@@ -160,17 +159,6 @@ def fails_in_backward(_: Path) -> None:
 
 def _step_on(boosted: Boosted, seed: int, rank: int) -> None:
     boosted.step(_tower_loss(boosted.model, seed, rank))
-
-
-def frozen_alone(_: Path) -> None:
-    """A model that nobody trains has no gradients to cut."""
-    with _over_the_group():
-        for stage in (2, 3):
-            model = tower().requires_grad_(False)
-            booster = castor.Booster(plugin(zero_stage=stage))
-            booster.boost(model)
-            print(tower_loss(model, 0).item(), booster.report(model).zero_stage)
-            distributed.barrier()
 
 
 def memory(_: Path) -> None:
@@ -320,17 +308,6 @@ def _no_sync_without_room(rank: int) -> str:
         return _refused(lambda: boosted.booster.backward(loss, boosted.optimizer))
 
 
-def one_passes_more(_: Path) -> None:
-    """Rank 0 runs another backward where rank 1 steps."""
-    with _over_the_group() as rank:
-        booster, model, optimizer = boost(staged(TIGHT, 3))
-        booster.backward(_tower_loss(model, 0, rank), optimizer)
-        if rank == 0:
-            print(_refused(lambda: booster.backward(_tower_loss(model, 1, rank), optimizer)))
-        else:
-            print(_refused(optimizer.step))
-
-
 def alone(_: Path) -> None:
     """Rank 0 evaluates, reads and copies weights between steps while rank 1 does nothing."""
     with _over_the_group() as rank:
@@ -373,15 +350,6 @@ def _said(work: Callable[[], Any]) -> str:
     except RuntimeError as error:
         return str(error).replace("\n", " ")
     return "nothing was raised"
-
-
-def in_common(_: Path) -> None:
-    """Ranks that share memory: all stages keep weights and gradients once."""
-    with _of_rank():
-        for stage in ("auto", 1, 2, 3):
-            booster, model, _optimizer = boost(TOWER, zero_stage=stage)
-            report = booster.report(model)
-            print(report.zero_stage, report.rank_shard_bytes, report.rank_shared_bytes > 0)
 
 
 SAVED = {"fp32": TIGHT, "split": CLOSE["bf16 split"]}
