@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,23 +144,6 @@ def test_other_optimizers_run_on_resident_chunks() -> None:
     for settings in (STAY, {}):
         model = tower()
         boosted = boost(model, optimizer=torch.optim.RMSprop(model.parameters(), LR), **settings)
-        for seed in range(5):
-            boosted.step(loss_of(boosted.model, seed))
-        weights.append(copies(boosted.model.parameters()))
-    assert boosted.report().resident_chunks == boosted.report().num_chunks
-    assert all(equal(a, b) for a, b in zip(*weights, strict=True))
-
-
-def test_frozen_chunks_are_resident_as_well() -> None:
-    def build() -> nn.Module:
-        model = tower()
-        for layer in list(model.layers)[:3]:
-            layer.requires_grad_(False)
-        return model
-
-    weights = []
-    for settings in (STAY, {}):
-        boosted = boost(build(), **settings)
         for seed in range(5):
             boosted.step(loss_of(boosted.model, seed))
         weights.append(copies(boosted.model.parameters()))
@@ -394,31 +376,3 @@ def test_an_error_that_streaming_gives_is_the_same_error() -> None:
         messages.append(str(raised.value))
         boosted.step(loss_of(boosted.model, 4))
     assert messages[0].partition("available")[0] == messages[1].partition("available")[0]
-
-
-# --- saving and loading -------------------------------------------------------------------------
-
-
-Use = Callable[[Boosted], Any]
-USES: dict[str, Use] = {
-    "generate nothing": lambda b: None,
-    "evaluation": lambda b: b.model.eval()(**tower_batch(1)).item(),
-    "norm": lambda b: sum(float(p.norm()) for p in b.model.parameters()),
-    "ema": lambda b: [p.detach().clone().lerp_(p, 0.5) for p in b.model.parameters()],
-    "state_dict": lambda b: b.model.state_dict(),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("overlap", ["none", "forward"])
-def test_whatever_is_read_between_steps_is_as_without(use: str, overlap: str) -> None:
-    runs = []
-    for settings in ({}, STAY):
-        boosted = boost(tower(), overlap=overlap, **settings)
-        for seed in range(5):
-            boosted.step(loss_of(boosted.model, seed))
-            with torch.no_grad():
-                USES[use](boosted)
-            boosted.model.train()
-        runs.append(boosted)
-    assert_same(*runs)

@@ -417,19 +417,6 @@ def test_both_on_nvme(tmp_path: Path) -> None:
     assert all(report.nvme_bytes > 0 for report in reports)
 
 
-def test_a_budget_of_nvme_that_one_has_taken(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "nvme_path": tmp_path, "nvme_memory": "100KiB", "nvme_offload_fraction": 1.0,
-    }  # fmt: skip
-    shared = Shared("1MiB", **settings)
-    first, second = tower(), tower()
-    shared.boost(first, torch.optim.AdamW(first.parameters(), lr=LR))
-    with pytest.raises(castor.OutOfMemoryError, match=r"Tower \(model 1 of its plugin\) has") as no:
-        shared.booster.boost(second, torch.optim.AdamW(second.parameters(), lr=LR))
-    assert no.value.tier == "nvme"
-    assert [file.name for file in tmp_path.iterdir()] == ["castor.scratch"]
-
-
 @OF_A_RELEASE
 def test_two_that_train_from_one_directory(tmp_path: Path) -> None:
     settings = {"nvme_path": tmp_path, "nvme_memory": "1MiB", "nvme_offload_fraction": 1.0}
@@ -483,39 +470,6 @@ def test_a_model_that_is_alone_names_no_other() -> None:
     with pytest.raises(castor.OutOfMemoryError) as no:
         boosted.model(torch.ones(4096, 32))
     assert "share this budget" not in str(no.value)
-
-
-@OF_A_RELEASE
-def test_a_host_that_has_room_for_one(tmp_path: Path) -> None:
-    shared = Shared("1MiB", host_memory="150KiB")
-    first, second = tower(), tower()
-    shared.boost(first, torch.optim.AdamW(first.parameters(), lr=LR))
-    taken = shared.booster.memory(first).host_bytes
-    assert 75 * 1024 < taken < 150 * 1024
-    before = copies(second.parameters())
-    with pytest.raises(castor.OutOfMemoryError, match=r"Tower \(model 1 of its plugin\)") as no:
-        shared.booster.boost(second, torch.optim.AdamW(second.parameters(), lr=LR))
-    assert no.value.tier == "host"
-    assert_same_weights(second, before)
-    shared.booster.release(first)
-    shared.models.clear()
-    shared.boost(second, torch.optim.AdamW(second.parameters(), lr=LR))
-    assert shared.booster.memory(second).host_bytes == taken
-
-
-@OF_A_RELEASE
-def test_all_on_the_device_of_which_two_do_not_fit() -> None:
-    alone = boost(tower(), "4MiB", placement_policy="cuda")
-    needs = alone.booster.memory(alone.model).device_bytes
-    shared = Shared(int(1.5 * needs), placement_policy="cuda")
-    first, second = tower(), tower()
-    shared.boost(first, torch.optim.AdamW(first.parameters(), lr=LR))
-    with pytest.raises(castor.OutOfMemoryError, match=r"Tower \(model 1 of its plugin\)"):
-        shared.booster.boost(second, torch.optim.AdamW(second.parameters(), lr=LR))
-    shared.booster.release(first)
-    shared.models.clear()
-    shared.boost(second, torch.optim.AdamW(second.parameters(), lr=LR))
-    assert shared.device_bytes() == needs
 
 
 def test_a_model_that_is_gone_gives_its_memory_back() -> None:
