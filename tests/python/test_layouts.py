@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -77,6 +78,15 @@ def search(config: Path, batch: int = 8) -> LayoutSearch:
 def simulated_model(config: Path, **changes: Any) -> SimulatedModel:
     given: dict[str, Any] = {"precision": "fp32", "state_format": "fp32"}
     return SimulatedModel(config, **given | changes)
+
+
+def fastest(costs: Iterable[LayoutCost]) -> list[float]:
+    """The least seconds of each division, in order."""
+    best: dict[Layout, float] = {}
+    for cost in costs:
+        division = cost.layout.division()
+        best[division] = min(cost.seconds, best.get(division, cost.seconds))
+    return sorted(best.values())
 
 
 def recorded(
@@ -326,11 +336,7 @@ def test_experts_are_sharded_with_layers_or_alone(tmp_path: Path) -> None:
     assert kinds == {(1, 1), (2, 1), (1, 2), (2, 2)}
     shown = found.search(on, shown=100)
     every = [found.cost(layout, on) for layout in found.layouts(on)]
-    best: dict[Layout, float] = {}
-    for cost in every:
-        division = cost.layout.division()
-        best[division] = min(cost.seconds, best.get(division, cost.seconds))
-    assert [cost.seconds for cost in shown.fitting] == sorted(best.values())
+    assert [cost.seconds for cost in shown.fitting] == fastest(every)
     few = found.search(on, shown=3)
     assert few.fitting == shown.fitting[:3]
 
@@ -799,16 +805,12 @@ def test_the_search_finds_what_comparing_all_does(
 ) -> None:
     """Bounds leave out no layout that is among the fastest."""
     found, every = compared
-    best: dict[Layout, float] = {}
-    for cost in every:
-        if cost.fits(NARROW.machine):
-            division = cost.layout.division()
-            best[division] = min(cost.seconds, best.get(division, cost.seconds))
+    fitting = [cost for cost in every if cost.fits(NARROW.machine)]
     simulated: list[int] = []
     shown = found.search(NARROW, shown=4, told=lambda done, _: simulated.append(done))
     assert len(simulated) < len(every) / 2
-    assert [cost.seconds for cost in shown.fitting] == sorted(best.values())[:4]
-    assert any(not cost.fits(NARROW.machine) for cost in every)
+    assert [cost.seconds for cost in shown.fitting] == fastest(fitting)[:4]
+    assert len(fitting) < len(every)
     assert {cost.layout.mode for cost in every} == set(get_args(Mode))
     assert any(cost.layout.sequence_parallel for cost in every)
     assert {cost.layout.style for cost in every} >= {"1f1b", "interleaved", "zbv"}
@@ -863,22 +865,19 @@ def test_bounds_have_copies_of_chunks_and_leave_out_no_layout_that_is_faster(
     found = LayoutSearch(file, workload)
     on = cluster(ranks_per_node=2, device_memory="3GiB", flops="400T",
                  device_bandwidth="3000GB/s", dram="2000GB/s")  # fmt: skip
-    best: dict[Layout, float] = {}
+    costs = (found.cost(layout, on) for layout in found.layouts(on))
+    fitting = [cost for cost in costs if cost.fits(on.machine)]
     tightened = 0
-    for layout in found.layouts(on):
-        cost = found.cost(layout, on)
-        if not cost.fits(on.machine):
-            continue
+    for cost in fitting:
+        layout = cost.layout
         (plain,), (own,) = found._bound(layout, layout, on), found._own_bound(layout, on)
         assert plain <= own <= cost.seconds, layout
         tightened += own > 1.02 * plain
-        division = layout.division()
-        best[division] = min(cost.seconds, best.get(division, cost.seconds))
     assert tightened > 10
     simulated: list[int] = []
     again = LayoutSearch(file, workload)
     shown = again.search(on, shown=2, told=lambda done, _: simulated.append(done))
-    assert [cost.seconds for cost in shown.fitting] == sorted(best.values())[:2]
+    assert [cost.seconds for cost in shown.fitting] == fastest(fitting)[:2]
     assert shown.fitting == [found.cost(cost.layout, on) for cost in shown.fitting]
     assert len(again._ranks) < len(found._ranks)
 
