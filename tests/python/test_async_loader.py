@@ -20,12 +20,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import castor
 from accelerator import Accelerator
 from castor import AsyncLoader
-from castor.checkpoint.dataloader import RankSampler
 from castor.checkpoint.documents import decode, encode
 from helpers import boost, plugin
 from rank_processes import run_python
 from test_forks import in_child
-from zoo import VOCABULARY, gpt2, tower, tower_batch
+from zoo import VOCABULARY, gpt2, tower
 
 THREAD = "castor-async-loader"
 DEPTHS = [0, 1, 2, 7]
@@ -530,22 +529,6 @@ def test_a_loader_that_knows_no_position_says_so(tmp_path: Path) -> None:
         castor.Booster(plugin()).save(tmp_path / "run", tower(), dataloader=loader, step=1)
 
 
-def test_ranks_go_on_behind_what_all_have_taken() -> None:
-    def of_rank(rank: int, size: int) -> AsyncLoader:
-        sampler = RankSampler(range(20), size, rank, seed=3)
-        return on_cpu(DataLoader(Numbers(), batch_size=2, sampler=sampler), depth=3)
-
-    order = list(RankSampler(range(20), 1, 0, seed=3))
-    ranks = [of_rank(rank, 2) for rank in range(2)]
-    batches = [iter(loader) for loader in ranks]
-    for _ in range(2):
-        for one in batches:
-            next(one)
-    alone = of_rank(0, 1)
-    alone.load_state_dict(ranks[0].state_dict())
-    assert [index for batch in alone for index in batch.tolist()] == order[8:]
-
-
 # --- what a loader is asked ---------------------------------------------------------------------
 
 
@@ -744,21 +727,6 @@ def test_the_stream_of_the_loop_waits_for_a_slow_copy(
             batch = next(batches) + 1
         side.synchronize()
         assert (batch == i + 1).all().item()
-
-
-def test_a_boosted_model_trains_on_batches_from_it(
-    gpu: Accelerator, to_gpu: Callable[..., AsyncLoader]
-) -> None:
-    def losses(wrap: Callable[[Any], Any]) -> list[float]:
-        boosted = boost(tower(), device="cuda")
-        data = [tower_batch(seed) for seed in range(6)]
-        found = []
-        for batch in wrap(data):
-            found.append(boosted.step(boosted.model(**batch)))
-        return found
-
-    plain = losses(lambda data: data)
-    assert losses(lambda data: to_gpu(data, depth=2)) == plain
 
 
 def test_what_is_elsewhere_stays_there(

@@ -22,7 +22,6 @@ import castor
 from castor import _C
 from castor.checkpoint import background, files, reading
 from castor.checkpoint.pace import Pace
-from castor.runtime.engine import engine_of
 from helpers import FORMATS_AND_OVERLAPS, Boosted, boost, copies, equal, plugin
 from rank_processes import run_python
 from stored_tower import WIDTH, wide
@@ -174,57 +173,6 @@ def test_what_is_written_while_training_goes_on_is_the_moment_of_the_call(
     assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
 
 
-def test_copies_are_in_the_budget_while_they_are_there(tmp_path: Path) -> None:
-    boosted = boost(tower(), chunk_bytes=4096)
-    step(boosted, 0)
-    booster, model, optimizer = boosted
-    before = boosted.report().host_bytes
-    states = sum(param.nbytes for param in model.parameters()) * 3
-    for _ in range(2):
-        with stopped_disk(memory=True) as disk:
-            booster.save(tmp_path / "beside", model, optimizer, use_async=True)
-            assert states <= boosted.report().host_bytes - before <= 1.5 * states
-            assert disk.reached.wait(60)
-        assert boosted.report().host_bytes == before
-
-
-@pytest.mark.parametrize("of_weights", [False, True])
-def test_copies_take_half_of_what_the_budget_has_left_and_updates_of_the_rest_wait(
-    of_weights: bool, tmp_path: Path
-) -> None:
-    needed = boost(tower(), chunk_bytes=4096).report().host_bytes
-    boosted = boost(tower(), chunk_bytes=4096, host_memory=needed + 32 * 2**10)
-    step(boosted, 0)
-    booster, model, optimizer = boosted
-    booster.save(tmp_path / "at once", model, optimizer)
-    session = engine_of(model).session
-    with stopped_disk(memory=True) as disk:
-        booster.save(tmp_path / "beside", model, optimizer, use_async=True)
-        assert disk.reached.wait(60)
-        assert needed < boosted.report().host_bytes <= needed + 16 * 2**10
-        assert session.reads_awaited
-        if of_weights:
-            waits(lambda: [param.data.mul_(2.0) for param in model.parameters()], disk)
-        else:
-            waits(lambda: step(boosted, 1), disk)
-    assert boosted.report().host_bytes == needed
-    assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
-
-
-def test_a_save_of_weights_copies_no_states(tmp_path: Path) -> None:
-    boosted = boost(tower(), chunk_bytes=4096)
-    step(boosted, 0)
-    booster, model, _ = boosted
-    booster.save_model(model, tmp_path / "at once")
-    before = boosted.report().host_bytes
-    weights = sum(param.nbytes for param in model.parameters())
-    with stopped_disk(memory=True):
-        booster.save_model(model, tmp_path / "beside", use_async=True)
-        assert weights <= boosted.report().host_bytes - before <= 1.5 * weights
-        step(boosted, 1)
-    assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
-
-
 def test_memory_that_the_kernel_refuses_is_done_without(tmp_path: Path) -> None:
     script = """
         import resource, sys
@@ -253,25 +201,6 @@ def test_memory_that_the_kernel_refuses_is_done_without(tmp_path: Path) -> None:
     done = run_script(script, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
-
-
-def test_chunks_that_have_been_read_are_updated_while_others_wait(tmp_path: Path) -> None:
-    boosted = boost(tower(), overlap="forward", chunk_bytes=4096)
-    step(boosted, 0)
-    session = engine_of(boosted.model).session
-    with stopped_disk() as disk:
-        boosted.booster.save_model(boosted.model, tmp_path / "m", use_async=True)
-        assert disk.reached.wait(60)
-        session.end_read(0)  # as the writer does behind the chunk's last tensor
-        first = next(i for i in range(99) if session.chunk_of(i) == 0)
-        before = session.saved_weights(first).clone()
-        loss = forward(boosted, 1)
-        boosted.booster.backward(loss, boosted.optimizer)
-        boosted.optimizer.step()
-        deadline = time.monotonic() + 60
-        while equal(session.saved_weights(first), before):
-            assert time.monotonic() < deadline
-        assert saving()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "vit"])
@@ -348,20 +277,6 @@ def test_what_lies_on_nvme_is_held(overlap: str, state_format: str, tmp_path: Pa
             step(boosted, 2, width=WIDTH)
 
         waits(steps, disk)
-    booster.wait_for_saves()
-    assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
-
-
-def test_chunks_that_were_resident(tmp_path: Path) -> None:
-    boosted = boost(tower(), chunk_bytes=4096, overlap="forward")
-    booster, model, optimizer = boosted
-    for seed in range(4):
-        step(boosted, seed)
-    assert boosted.report().resident_chunks > 0
-    booster.save(tmp_path / "at once", model, optimizer)
-    booster.save(tmp_path / "beside", model, optimizer, use_async=True)
-    for seed in range(4, 8):
-        step(boosted, seed)
     booster.wait_for_saves()
     assert contents(tmp_path / "beside") == contents(tmp_path / "at once")
 

@@ -30,14 +30,6 @@ from helpers import (
 )
 from zoo import CASES, Tower, gpt2, tower, tower_batch, tower_loss
 
-
-def edit(model: Tower) -> None:
-    with torch.no_grad():
-        model.layers[1].weight[0] = 0.25
-        model.layers[4].bias.fill_(0.5)
-        model.head.weight.mul_(0.5)
-
-
 # --- changes of the structure -------------------------------------------------------------------
 
 
@@ -358,19 +350,6 @@ def test_tensors_outlive_the_model_the_booster_and_the_optimizer() -> None:
         assert equal(value.cpu(), copied.cpu())
     logits.sum().backward()  # its graph holds the weights
     del filler
-
-
-def test_parameter_outlives_the_model_and_trains_on() -> None:
-    boosted = boost(tower())
-    losses_of_boosted(boosted, tower_loss, steps=1)
-    weight = boosted.model.head.weight
-    value = weight.detach().clone()
-    del boosted
-    gc.collect()
-    assert equal(weight, value)
-    weight.grad = None
-    weight.square().sum().backward()
-    assert equal(weight.grad, 2 * value)
 
 
 def test_boosting_again_and_again_gives_memory_back() -> None:

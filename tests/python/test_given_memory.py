@@ -82,26 +82,9 @@ def by_set(model: Any) -> None:
             param.set_(param * 0.9)
 
 
-def by_clamping(model: Any) -> None:
-    model[2].weight.data = model[2].weight.data.clamp(-0.1, 0.1)
-
-
-def by_initialising(model: Any) -> None:
-    values = torch.Generator().manual_seed(7)
-    new = torch.randn(WIDTH, WIDTH, generator=values).to(model[0].weight)
-    model[0].weight.data = new * 0.1
-
-
 def by_swapping(model: Any) -> None:
     one, other = model[0].weight, model[4].weight
     one.data, other.data = other.data, one.data
-
-
-def by_rotating(model: Any) -> None:
-    weights = [model[i].weight for i in (0, 2, 4)]
-    values = [weight.data for weight in weights]
-    for weight, value in zip(weights, [values[1], values[2], values[0]], strict=True):
-        weight.data = value
 
 
 def by_transposing(model: Any) -> None:
@@ -144,21 +127,8 @@ def by_itself(model: Any) -> None:
         param.data = param.data
 
 
-def by_state_dict(model: Any) -> None:
-    state = {name: value * 0.75 for name, value in model.state_dict().items()}
-    for name, param in model.named_parameters():
-        param.data = state[name]
-
-
 def by_apply(model: Any) -> None:
     model._apply(lambda tensor: tensor * 0.9)
-
-
-def by_soup(model: Any) -> None:
-    other = copy.deepcopy(model)
-    by_initialising(other)
-    for param, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        param.data = torch.stack([param.data, theirs.data]).mean(0)
 
 
 def by_sam(model: Any) -> None:
@@ -181,18 +151,13 @@ EDITORS: Sequence[Callable[[Any], None]] = (
     by_vector,
     by_data,
     by_set,
-    by_clamping,
-    by_initialising,
     by_swapping,
-    by_rotating,
     by_transposing,
     by_strided,
     by_average,
     by_alias,
     by_itself,
-    by_state_dict,
     by_apply,
-    by_soup,
     by_sam,
     by_grad_mode,
 )
@@ -216,20 +181,6 @@ def train(
         if phase == "after step":
             edit(model)
     return losses
-
-
-@pytest.mark.parametrize("edit", EDITORS)
-def test_what_parameters_are_given_is_trained_on(edit: Callable[[Any], None]) -> None:
-    budgets = itertools.cycle((AMPLE, TIGHT))
-    overlaps = itertools.cycle(("none", "forward", "none"))
-    for phase, optimizer in itertools.product(PHASES, (sgd, adamw, rmsprop)):
-        plain = network()
-        expected = train(plain, optimizer(plain.parameters()), edit, phase)
-        overlap = next(overlaps) if optimizer is not rmsprop else "none"
-        model, own, _ = boosted(optimizer, device_memory=next(budgets), overlap=overlap)
-        assert train(model, own, edit, phase) == pytest.approx(expected, rel=1e-5)
-        for param, of_plain in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(param, of_plain, rtol=1e-5, atol=1e-6)
 
 
 def in_place(edit: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -469,10 +420,6 @@ def grad_by_assignment(param: Any) -> None:
     param.grad = param.grad * 0.5
 
 
-def grad_of_sign(param: Any) -> None:
-    param.grad.data = torch.sign(param.grad.data)
-
-
 def grad_of_zeros(param: Any) -> None:
     param.grad.data = torch.zeros_like(param.grad)
 
@@ -483,35 +430,18 @@ def grad_kept(param: Any) -> None:
     assert kept.data_ptr() != param.grad.data_ptr()
 
 
-def grad_expanded(param: Any) -> None:
-    param.grad.data = param.grad.mean().expand_as(param.grad).clone()
-
-
 def grad_transposed(param: Any) -> None:
     if param.dim() == 2:
         param.grad.data = param.grad.data.t()
-
-
-def grad_to_float_and_back(param: Any) -> None:
-    param.grad.data = param.grad.data.double().div(3).to(param.dtype)
-
-
-def grad_twice(param: Any) -> None:
-    grad_by_data(param)
-    param.grad.mul_(3)
 
 
 GRADS = (
     grad_by_data,
     grad_by_set,
     grad_by_assignment,
-    grad_of_sign,
     grad_of_zeros,
     grad_kept,
-    grad_expanded,
     grad_transposed,
-    grad_to_float_and_back,
-    grad_twice,
 )
 
 

@@ -373,25 +373,6 @@ def test_a_second_forward_takes_the_experts_of_the_first() -> None:
     assert report.recomputed_blocks == 2
 
 
-class Overwriting(Tower):
-    """It writes what its blocks were given."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x, given = block(x), x
-            given.add_(1)
-        return x.sum()
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute", "recompute:mlp"])
-def test_an_input_written_in_place_raises_as_in_plain_pytorch(activations: str) -> None:
-    boosted = boost(Overwriting(), activations=activations)
-    loss = boosted.model(own().batch(0)["x"])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        boosted.booster.backward(loss, boosted.optimizer)
-
-
 def test_a_buffer_that_forward_writes_is_an_error() -> None:
     boosted = boost(Tower(Normed), activations="recompute")
     with pytest.raises(castor.UsageError, match=r"'blocks\.0' \(Normed\) writes its buffer 'bn\."):

@@ -21,7 +21,6 @@ from castor.runtime.engine import engine_of
 from helpers import (
     FORMATS_AND_OVERLAPS,
     GIB,
-    LR,
     Boosted,
     assert_boost_fails,
     assert_equal,
@@ -605,18 +604,6 @@ def test_gathered_embeddings_and_weights_on_nvme(name: str, tmp_path: Path) -> N
             assert abs(mine - theirs) <= 1e-5 * abs(theirs)
 
 
-@pytest.mark.cpu_device("it has devices of its own")
-@pytest.mark.parametrize("overlap", ["none", "forward"])
-def test_on_a_simulated_device(simulated: Any, overlap: str) -> None:
-    settings: dict[str, Any] = {"overlap": overlap, "chunk_bytes": 2**15, "tile_logits": 8}
-    reference = boost(LLAMA.model(), **settings)
-    losses = train(reference, LLAMA, own_loss, 4, 1)
-    boosted = simulated.boost(LLAMA.model(), 2**21, **settings)
-    assert train(boosted, LLAMA, own_loss, 4, 1) == losses
-    assert_equal(simulated.state(boosted), simulated.state(reference))
-    assert boosted.report().logit_tiles > 1
-
-
 def head_only(tile: Any, tiles_of: int) -> tuple[float, float]:
     """(error of castor, of plain bf16) of the head's gradient against fp64."""
     torch.manual_seed(1)
@@ -863,19 +850,3 @@ def test_functorch_over_logits() -> None:
         slope = torch.func.grad(lambda x: x.square().sum())(logits)
         results.append([rows, slope])
     assert_equal(results[1], results[0])
-
-
-def test_weights_after_training_are_those_of_plain_training() -> None:
-    case = GPT2
-    plain = case.model()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
-    for step in range(6):
-        case.loss(plain(**case.batch(step)), case.batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    boosted = boost(case.model(), tile_logits=1000)
-    train(boosted, case, own_loss, 6, 1)
-    expected = copies(plain.parameters())
-    engine_of(boosted.model).session.move_to_host()
-    for mine, theirs in zip(boosted.model.parameters(), expected, strict=True):
-        assert (mine.cpu() - theirs).abs().max() <= 0.1 * LR

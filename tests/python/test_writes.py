@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from helpers import (
     LR,
@@ -27,50 +26,6 @@ from stored_tower import WIDTH, go_on_wide, wide
 from zoo import Tower, tower, tower_batch, tower_loss
 
 # --- the reproduction -----------------------------------------------------------------------------
-
-
-def llama() -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=6,
-            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64,
-            use_cache=False,
-        )
-    )  # fmt: skip
-
-
-def test_weights_restored_through_data_after_an_evaluation_stay() -> None:
-    """An exponential average is put in place to be evaluated, and the weights are put back."""
-    ids = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))
-
-    def run(model: Any, step: Callable[[torch.Tensor], float]) -> list[float]:
-        average = [torch.zeros_like(param, device="cpu") for param in model.parameters()]
-        losses = []
-        for _ in range(3):
-            losses.append(step(model(input_ids=ids, labels=ids).loss))
-            kept = copies(model.parameters())
-            for param, value in zip(model.parameters(), average, strict=True):
-                param.data.copy_(value)
-            with torch.no_grad():
-                losses.append(model(input_ids=ids, labels=ids).loss.item())
-            for param, value in zip(model.parameters(), kept, strict=True):
-                param.data.copy_(value)
-        return losses
-
-    plain = llama()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
-
-    def plain_step(loss: torch.Tensor) -> float:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    expected = run(plain, plain_step)
-    boosted = boost(llama(), beside_gradients(4600 * 2**10, plain))
-    assert_close_losses(run(boosted.model, boosted.step), expected)
-    assert boosted.report().evictions > 0
 
 
 # --- every way to write ---------------------------------------------------------------------------
