@@ -15,7 +15,7 @@ from torch import nn
 import castor
 from castor.runtime.engine import engine_of
 from castor.runtime.tensor_types import tensor_types
-from helpers import GIB, Boosted, assert_equal, boost, copies, equal
+from helpers import GIB, Boosted, assert_equal, boost, copies, equal, exact_state
 from islands import EXPERTS, KEPT, Gate, kept, loaded, routed, routed_loss
 
 FORMATS = ("fp32", "split", "split_bf16", "split_int8")
@@ -361,6 +361,18 @@ def test_inputs_have_the_type_of_the_module_that_takes_them(kept_one: str) -> No
 
 
 # --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_a_resumed_run_goes_on_bit_for_bit(state_format: str, tmp_path: Path) -> None:
+    boosted = boosted_islands(optim_state_format=state_format, seed=2, **TIGHT)
+    steps(boosted)
+    boosted.booster.save(tmp_path / "run", boosted.model, boosted.optimizer)
+    expected = steps(boosted, first=4)
+    resumed = boosted_islands(optim_state_format=state_format, seed=2, **TIGHT)
+    resumed.booster.load(tmp_path / "run", resumed.model, resumed.optimizer)
+    assert steps(resumed, first=4) == expected
+    assert_equal(exact_state(resumed), exact_state(boosted))
 
 
 @pytest.mark.parametrize("state_format", FORMATS)
