@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import castor
 from castor.runtime.engine import engine_of
-from helpers import FORMATS, Boosted, assert_equal, boost, train_on
+from helpers import FORMATS, Boosted, assert_equal, boost, copies, train_on
 from simulated import Simulation
-from stored_tower import CHUNK, DEPTH, WIDTH, largest_chunk, on_nvme
-from zoo import CASES, tower
+from stored_tower import CHUNK, DEPTH, WIDTH, go_on_wide, largest_chunk, on_nvme
+from zoo import CASES, tower, tower_batch
 
 TIGHT = 2**21
 """Of device memory: a few chunks of the models here, beside their activations."""
@@ -70,6 +73,38 @@ def test_every_format_in_a_tight_budget(
     )
 
 
+def test_updates_in_backward_and_accumulation(simulated: Simulation, tmp_path: Path) -> None:
+    assert_same_bits(
+        simulated,
+        "gpt2",
+        tmp_path,
+        overlap="backward",
+        nonfinite="ignore",
+        enable_gradient_accumulation=False,
+    )
+    assert_same_bits(simulated, "gpt2", tmp_path, micro_batches=3, max_norm=0.5)
+
+
+def test_weights_are_read_and_edited_between_steps(simulated: Simulation, tmp_path: Path) -> None:
+    def run(boost_on: Any, **settings: Any) -> list[torch.Tensor]:
+        boosted = boost_wide(boost_on, **settings)
+        for step in range(3):
+            loss = boosted.model(**tower_batch(step, width=WIDTH))
+            boosted.booster.backward(loss, boosted.optimizer)
+            nn.utils.clip_grad_norm_(boosted.model.parameters(), 0.01)
+            boosted.optimizer.step()
+            boosted.optimizer.zero_grad()
+            with torch.no_grad():
+                for param in boosted.model.parameters():
+                    param.data.clamp_(-0.2, 0.2)
+                    param.view(-1)[1:4].mul_(0.5)
+            norms = torch._foreach_norm(list(boosted.model.parameters()))
+            assert all(torch.isfinite(norm) for norm in norms)
+        return copies(boosted.model.parameters())
+
+    assert_equal(run(simulated.boost, **on_nvme(tmp_path)), run(boost))
+
+
 def test_an_operator_is_awaited_before_its_memory_is_given_back(
     simulated: Simulation, tmp_path: Path
 ) -> None:
@@ -79,3 +114,34 @@ def test_an_operator_is_awaited_before_its_memory_is_given_back(
         before = simulated.counts()["fences"]
         param.detach().sum()
         assert (simulated.counts()["fences"] > before) == session.weight_stored(i)
+
+
+def test_checkpoints_go_on_with_the_same_bits(simulated: Simulation, tmp_path: Path) -> None:
+    def on(path: Path) -> Boosted:
+        path.mkdir()
+        return boost_wide(simulated.boost, **on_nvme(path))
+
+    first = on(tmp_path / "first")
+    go_on_wide(first, steps=2)
+    with simulated.beside():
+        first.booster.save_model(first.model, tmp_path / "model")
+        first.booster.save_optimizer(first.optimizer, tmp_path / "optimizer")
+    expected = go_on_wide(first, first=2, steps=2)
+    second = on(tmp_path / "second")
+    with simulated.beside():
+        second.booster.load_model(second.model, tmp_path / "model")
+        second.booster.load_optimizer(second.optimizer, tmp_path / "optimizer")
+    assert go_on_wide(second, first=2, steps=2) == expected
+    assert_equal(simulated.state(second), simulated.state(first))
+
+
+def test_lazy_models_are_built_there(simulated: Simulation, tmp_path: Path) -> None:
+    def run(boost_on: Any, **settings: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        with castor.LazyInitContext():
+            model = tower(width=WIDTH, depth=DEPTH)
+        boosted = boost_on(model, 2**26, chunk_bytes=CHUNK, **settings)
+        go_on_wide(boosted, steps=2)
+        return copies(boosted.model.parameters())
+
+    assert_equal(run(simulated.boost, **on_nvme(tmp_path)), run(boost))
