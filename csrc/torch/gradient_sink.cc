@@ -370,7 +370,7 @@ void GradientSink::rows_arrived(ParamId param, const at::Tensor& rows,
       gradients.size(0) != rows.numel() || gradients.sizes().slice(1) != sizes.slice(1) ||
       gradients.scalar_type() != to_torch(spec.type)) {
     throw InvalidArgument("gradients of " + std::to_string(rows.numel()) + " rows of parameter '" +
-                          spec.name + "' have another shape or type than " + "these rows");
+                          spec.name + "' have another shape or type than these rows");
   }
   const at::NoGradGuard no_grad;
   const ChunkId chunk = layout_.place(param).chunk;
