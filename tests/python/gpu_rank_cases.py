@@ -535,6 +535,14 @@ def refused_pages(directory: Path) -> None:
         print(report.rank_shared_bytes, report.rank_link)
 
 
+def little_to_lock(_: Path) -> None:
+    """A process may lock less than the host storage takes, shared or not."""
+    with _of_rank():
+        case = _with_memory(EXACT["tight"], tight=False)
+        torch.simgpu.gpu.limit_registered(16 << 10)  # type: ignore[attr-defined]
+        print(_refused(lambda: boost(case)))
+
+
 LIMITED: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"precision": "bf16"}}
 """Settings of models that train with LIMIT bytes of page-locked memory."""
 
@@ -568,6 +576,23 @@ def limited(directory: Path) -> None:
         weights = helpers.copies(model.parameters())
         torch.save((weights, figures, report, messages), directory / f"{name}.pt")
         del boosted, booster, model, optimizer, loss
+
+
+def outlives(_: Path) -> None:
+    """Weights after castor has gone, which a rank writes without the others."""
+    with _of_rank() as rank:
+        boosted = boost(_with_memory(EXACT["tight"], tight=False))
+        boosted.step(_tower_loss(boosted.model, rank, rank))
+        weights = helpers.copies(boosted.model.parameters())
+        params = list(boosted.model.parameters())
+        distributed.barrier()
+        del boosted
+        print(all(map(torch.equal, helpers.copies(params), weights)))
+        distributed.barrier()
+        with torch.no_grad():
+            params[0].fill_(rank)
+        distributed.barrier()
+        print(params[0].unique().item() == rank)
 
 
 def low_level_zero(directory: Path) -> None:

@@ -3,6 +3,7 @@
 As in tensor_cases.py and pipeline_cases.py, whose families and loops these are.
 """
 
+import errno
 import os
 import sys
 import threading
@@ -179,6 +180,39 @@ def over_gloo(directory: Path) -> None:
         chosen = {name: CASES[4][name] for name in ("layers and stages",)}
         patch.setitem(BESIDE, 4, chosen)
         beside(directory)
+
+
+def fails(directory: Path) -> None:
+    """The disk of rank 1 is full, beside the training and at once."""
+    rank, found = distributed.get_rank(), {}
+    for name in DIVIDED:
+        case, path = CASES[2][name], directory / name
+        path.mkdir(exist_ok=True)
+        boosted = case.boost(path)
+        booster, model, optimizer = boosted
+        case.train(boosted, 0, 1)
+        booster.save(path / "run", model, optimizer)
+        case.train(boosted, 1, 1)
+        real = os.pwrite
+
+        def full(descriptor: int, data: Any, offset: int, real: Any = real) -> int:
+            if rank == 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written: int = real(descriptor, data, offset)
+            return written
+
+        os.pwrite = full
+        booster.save(path / "run", model, optimizer, use_async=True)
+        case.train(boosted, 2, 1)
+        found[name] = [
+            said(booster.wait_for_saves),
+            said(lambda: booster.save(path / "run", model, optimizer)),  # noqa: B023
+        ]
+        os.pwrite = real
+        booster.save_model(model, path / "model", use_async=True)
+        booster.wait_for_saves()
+        found[name].append(booster.load(path / "run", model, optimizer).step)
+    write_own(directory, "fails", found)
 
 
 def one_dies(directory: Path) -> None:

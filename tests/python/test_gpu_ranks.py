@@ -202,6 +202,18 @@ def test_ranks_that_may_not_lock_shared_memory_have_their_own_and_say_so(
         assert "failed: cudaErrorMemoryAllocation" in output
 
 
+def test_ranks_that_may_lock_next_to_nothing_are_told_so(simgpu: str, tmp_path: Path) -> None:
+    del simgpu
+    for output in succeeded(run(gpu_rank_cases.little_to_lock, 2, tmp_path)):
+        assert "out of host memory" in output
+
+
+def test_weights_that_outlive_castor_are_each_ranks_own(simgpu: str, tmp_path: Path) -> None:
+    del simgpu
+    for output in succeeded(run(gpu_rank_cases.outlives, 2, tmp_path)):
+        assert output.split() == ["True", "True"]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_backends_sums_of_gradients_are_near_and_take_less_memory(
     size: int, simgpu: str, tmp_path: Path
@@ -309,6 +321,16 @@ def test_a_rank_that_is_lost_beside_a_backends_sums_is_named(
     assert re.search(rf"rank 1 \(process \d+\) {said}", outcomes[0].errors), outcomes[0].errors
 
 
+def test_bytes_sent_are_counted(simgpu: str, trained: Any) -> None:
+    """(n-1)/n of gradients once, in a step; of weights nothing."""
+    for size in (2, 4):
+        for name in ("ample", "tight"):
+            weights, _, report = trained(simgpu, size, name, 0)
+            sent = report["rank_sent_bytes"] / gpu_rank_cases.STEPS
+            parameters = sum(weight.nbytes for weight in weights)
+            assert sent * size / (size - 1) == pytest.approx(parameters, rel=0.1)
+
+
 def test_gradients_that_are_not_finite_on_one_rank_skip_the_step_on_all(
     simgpu: str, tmp_path: Path
 ) -> None:
@@ -357,6 +379,33 @@ def test_a_checkpoint_of_two_goes_on_on_other_numbers_of_ranks_and_the_cpu_devic
             went_on[device, size] = torch.load(saved / f"loaded.{size - 1}.pt")
     for (_, size), weights in went_on.items():
         assert all(map(torch.equal, weights, went_on[CPU, size]))
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [("backward", 0), pytest.param("step", 1, marks=pytest.mark.whole), ("save", 1)],
+)
+def test_a_rank_that_is_killed_is_named(
+    phase: str, victim: int, simgpu: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    del simgpu
+    monkeypatch.setenv("VICTIM", str(victim))
+    monkeypatch.setenv("PHASE", phase)
+    outcomes = run(rank_cases.one_dies_at, 2, tmp_path)
+    assert outcomes[victim].code == -9
+    assert outcomes[1 - victim].code != 0
+    assert re.search(
+        rf"Error: rank {1 - victim} of 2 lost the others: rank {victim} \(process \d+\) has ended",
+        outcomes[1 - victim].errors,
+    ), outcomes[1 - victim].errors
+
+
+def test_ranks_that_do_different_things_are_both_named(simgpu: str, tmp_path: Path) -> None:
+    del simgpu
+    for output in succeeded(run(rank_cases.one_passes_more, 2, tmp_path)):
+        assert (
+            "rank 0 ends backward pass 2 of step 1, while rank 1 calls optimizer.step()" in output
+        )
 
 
 def test_ranks_on_one_gpu_are_named(simgpu: str, tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ def test_runs_are_where_a_part_lies(
             assert found == part[begin:end]
 
 
+def test_what_one_rank_cannot_write_all_say(tmp_path: Path) -> None:
+    for found in found_by_each(sharded_save_cases.fails, 2, tmp_path):
+        for name in DIVIDED:
+            first, second, step = found[name]
+            run = tmp_path / name / "run"
+            for line, number in ((first, 2), (second, 3)):
+                path = run / f"step-0000000{number}"
+                assert line.startswith(f"IoError: [Errno 28] cannot write {path}: No space left")
+            assert step == 1
+            assert [one.name for one in run.iterdir()] == ["step-00000001"]
+
+
 @pytest.mark.parametrize(
     ("division", "size", "dies"),
     [("layers", 2, 1), ("stages", 2, 1), ("stages", 2, 0), ("experts", 2, 1),

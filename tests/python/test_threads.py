@@ -1,5 +1,6 @@
 """Threads beside the one that trains: what they ask neither hangs nor holds Python up."""
 
+import asyncio
 import os
 import signal
 import textwrap
@@ -396,6 +397,46 @@ def test_two_threads_that_train_one_model_add_their_gradients() -> None:
     assert_equal(exact_state(boosted), exact_state(alone))  # sums of two do not know their order
 
 
+def test_a_forward_that_fails_in_one_thread_leaves_the_model_to_the_others() -> None:
+    boosted = serving()
+    model = boosted.model
+    xs, expected = evaluations(boosted)
+    fails = torch.zeros(8, 31, device=xs[0].device)
+
+    def fail() -> None:
+        for _ in range(20):
+            with torch.no_grad(), pytest.raises(RuntimeError, match="shape"):
+                model(fails)
+
+    def serve() -> None:
+        for x, right in zip(xs, expected, strict=True):
+            with torch.no_grad():
+                assert torch.equal(model(x), right)
+
+    assert in_threads(fail, serve, serve) == []
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt: torch runs no hook behind it."""
+
+
+def test_a_thread_that_dies_in_a_forward_leaves_the_model_to_the_others() -> None:
+    boosted = serving()
+    model = boosted.model
+    xs, expected = evaluations(boosted)
+
+    def interrupt(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise Interrupted
+
+    hook = model.layers[3].register_forward_pre_hook(interrupt)
+    assert in_threads(lambda: model(xs[0])) == ["Interrupted: "]
+    with torch.no_grad():
+        assert torch.equal(model.layers[0](xs[0]), model.layers[0](xs[0]))  # no root clears up
+        assert torch.equal(model(xs[1]), expected[1])
+    hook.remove()
+
+
 def test_a_hook_that_calls_the_model_again_is_of_the_same_pass() -> None:
     boosted = serving()
     model = boosted.model
@@ -530,6 +571,24 @@ def test_saves_and_reads_wait_for_the_pass_of_another_thread(tmp_path: Path) -> 
         fresh.booster.load_model(fresh.model, path)
         loaded = [param.detach() for param in fresh.model.parameters()]
         assert any(all(map(equal, loaded, one)) for one in weights)
+
+
+def test_executors_and_asyncio_share_a_model() -> None:
+    boosted = serving()
+    model = boosted.model
+    xs, expected = evaluations(boosted)
+
+    @torch.no_grad()
+    def serve(x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(model(x))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert_equal(list(pool.map(serve, xs)), expected)
+
+    async def gather() -> list[torch.Tensor]:
+        return await asyncio.gather(*(asyncio.to_thread(serve, x) for x in xs))
+
+    assert_equal(asyncio.run(gather()), expected)
 
 
 def test_training_beside_evaluation_on_a_simulated_device(simulated: Simulation) -> None:
