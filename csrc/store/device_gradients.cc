@@ -8,6 +8,10 @@ namespace {
 
 constexpr std::size_t kMostBuffers = 3;
 
+auto is_taken_by(ChunkId chunk) {
+  return [chunk](const auto& buffer) { return buffer.taken && buffer.chunk == chunk; };
+}
+
 }  // namespace
 
 DeviceGradients::Buffers DeviceGradients::buffers(const ChunkLayout& layout,
@@ -36,13 +40,13 @@ DeviceGradients::DeviceGradients(const ChunkLayout& layout, const std::vector<bo
 }
 
 const DeviceGradients::Buffer* DeviceGradients::of(ChunkId chunk) const {
-  const auto found = std::ranges::find_if(
-      buffers_, [chunk](const Buffer& one) { return one.taken && one.chunk == chunk; });
+  const auto found = std::ranges::find_if(buffers_, is_taken_by(chunk));
   return found == buffers_.end() ? nullptr : &*found;
 }
 
 DeviceGradients::Buffer* DeviceGradients::of(ChunkId chunk) {
-  return const_cast<Buffer*>(std::as_const(*this).of(chunk));
+  const auto found = std::ranges::find_if(buffers_, is_taken_by(chunk));
+  return found == buffers_.end() ? nullptr : &*found;
 }
 
 bool DeviceGradients::begin(ChunkId chunk) {
