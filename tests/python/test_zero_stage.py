@@ -102,15 +102,14 @@ def test_gpus_shard_host_storage_with_the_bits_of_the_cpu_device(
 def test_copies_on_gpus_take_memory_that_is_locked_already(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """From the third step on nothing is page-locked any more."""
+    """Later steps page-lock as many copies in all as may wait at a time, not those of each step."""
     simulated_gpu.require()
     monkeypatch.setenv("CASTOR_TEST_DEVICE", f"simgpu:{simulated_gpu.SEEDS[0]}")
     for output in succeeded(run(zero_stage_cases.registrations, 2, tmp_path, timeout=600)):
         lines = output.splitlines()
         assert lines[::2] == ["1 True", "2 False", "3 False"]
         for line in lines[1::2]:
-            _, *later = map(int, line.split())
-            assert later == [0, 0, 0, 0]
+            assert sum(map(int, line.split())) <= zero_stage_cases.COPIES_AT_A_TIME
 
 
 @pytest.mark.parametrize("device", ["", "simgpu:1"])

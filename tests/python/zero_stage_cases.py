@@ -115,8 +115,15 @@ def on_gpus(directory: Path) -> None:
     _train_all(ON_GPUS, directory)
 
 
+COPIES_AT_A_TIME = 5
+"""Full copies of chunks' gradients that a rank has: four that wait, and one that is reduced."""
+
+
 def registrations(_: Path) -> None:
-    """How often each of six steps page-locks memory, by stage: 1 in memory that ranks share."""
+    """How often each of five later steps page-locks memory, by stage: 1 in memory that ranks share.
+
+    How many copies wait at a time is a matter of the ranks' speed.
+    """
     with _of_rank() as rank:
         for stage, link in ((1, "auto"), (2, "group"), (3, "group")):
             os.environ["CASTOR_RANK_LINK"] = link
