@@ -64,7 +64,7 @@ def check_only(**arguments: tuple[Any, Any]) -> None:
             raise NotImplementedError(f"{name}={value!r} is not supported; {supported!r} is")
 
 
-# --- booster checkpoints --------------------------------------------------------------------------
+# --- The calls of Booster that save and load checkpoints ------------------------------------------
 
 Result = TypeVar("Result")
 

@@ -65,7 +65,7 @@ def offloading(offload: _C.ActivationOffload) -> saved_tensors_hooks:
     return saved_tensors_hooks(functools.partial(offload.save, offload.begin()), offload.restore)
 
 
-# --- auto -----------------------------------------------------------------------------------------
+# --- Decides on each block's activations, from a profile of a step that recomputed all blocks -----
 
 _PROBE_BYTES = 1 << 22
 """Bytes of the copy that measures a GPU's link, at most the device budget over _PROBE_SHARE."""

@@ -59,7 +59,7 @@ class BlockRanks:
         return everyone
 
 
-# --- choices --------------------------------------------------------------------------------------
+# --- Searches for the decisions on a model's blocks that give the fastest step that fits ----------
 
 _GRID = 8
 """Number of intervals of the first grid over the number of kept blocks."""

@@ -45,7 +45,7 @@ class RandomStates:
         return all(torch.equal(*pair) for pair in pairs)
 
 
-# --- recompute ------------------------------------------------------------------------------------
+# --- Recomputes the activations of parts of a model in backward (Chen et al. 2016) ----------------
 
 _STOPPED = "_StopRecomputationError"
 """Exception by which torch ends a second forward that has computed all that backward needs."""

@@ -71,7 +71,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from tensor.split(PIECE_BYTES // row_bytes)
 
 
-# --- container ------------------------------------------------------------------------------------
+# --- The safetensors container ------------------------------------------------------------------
 
 _LENGTH_BYTES = 8
 _LIBRARY_ORDER = (

@@ -160,7 +160,7 @@ class ReadAhead:
             thread.join()
 
 
-# --- async loader ---------------------------------------------------------------------------------
+# --- Data loaders that read, pad and move batches while the model computes ------------------------
 
 
 class AsyncLoader:

@@ -191,7 +191,7 @@ class EnteredTensor:
         self._input = self._output = None
 
 
-# --- parallel groups ------------------------------------------------------------------------------
+# --- The process groups of a run's ranks, one for each dimension of parallelism -------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ class SharedParameters:
         self._summed = True
 
 
-# --- pipeline parallel ----------------------------------------------------------------------------
+# --- The stages of a model on several ranks ------------------------------------------------------
 
 _NOBODY_SENDS = 1 << 20
 """Tag of a message that is never sent; torch's schedules use no tags."""

@@ -70,7 +70,7 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-# --- ring attention -------------------------------------------------------------------------------
+# --- Ring attention for context parallelism: ranks pass keys and values on in a ring --------------
 
 _Gradients = tuple[torch.Tensor, torch.Tensor]
 """Gradients of keys and of values."""

@@ -298,7 +298,7 @@ def _logits_of(output: Any, index: int) -> Any:
     return output[index] if isinstance(output, tuple) else output
 
 
-# --- stage transfer -------------------------------------------------------------------------------
+# --- Stage inputs and outputs: hidden states, and other tensors that later stages need ------------
 
 SendHidden = Callable[[int, torch.Tensor], torch.Tensor]
 """Function that takes the place of the block with that number, which another rank has: sends

@@ -133,7 +133,7 @@ def check_encodes(model: nn.Module, batch: Mapping[str, Any]) -> None:
         )
 
 
-# --- staged forward -------------------------------------------------------------------------------
+# --- Calls of a model in pipeline stages without gradients, as in generate and evaluation ---------
 
 _CACHES = frozenset(
     {"DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer"}

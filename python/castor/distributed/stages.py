@@ -229,7 +229,7 @@ class PlaceholderImages(_Placeholder):
         return zero.expand(*transfer.size_of_images(pixel_values), transfer.width)
 
 
-# --- stages ---------------------------------------------------------------------------------------
+# --- The modules of a process's pipeline stages, and placeholders for modules of other stages -----
 
 
 @dataclass(frozen=True, eq=False)

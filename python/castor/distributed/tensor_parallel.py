@@ -75,7 +75,7 @@ def check_full_gradients(
                 )
 
 
-# --- tensor parallel ------------------------------------------------------------------------------
+# --- Tensor parallelism of a model's layers, on plain local tensors -------------------------------
 
 _PARTIAL = "replicated_with_grad_allreduce"
 

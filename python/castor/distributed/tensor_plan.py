@@ -86,7 +86,7 @@ def modules_enclosing_blocks(model: nn.Module) -> Iterator[nn.Module]:
     return map(model.get_submodule, names)
 
 
-# --- tensor plan ----------------------------------------------------------------------------------
+# --- Tensor-parallel plans: castor's own for some families, transformers' for all others ----------
 
 Plan = Mapping[str, str | tuple[str, ...]]
 

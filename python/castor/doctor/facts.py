@@ -92,7 +92,7 @@ def measure_nvme(
     )
 
 
-# --- facts ----------------------------------------------------------------------------------------
+# --- The facts of `castor doctor`: versions, processor, memory, kernel, measured bandwidths -------
 
 _MEASURED_BYTES, _LEAST_BYTES = 512 << 20, 32 << 20
 _MEMORY_SHARE = 8  # measuring takes at most this part of the available memory

@@ -98,7 +98,7 @@ def _refuse_step(names: str, optimizer: Optimizer, *_: Any) -> NoReturn:
     )
 
 
-# --- common ---------------------------------------------------------------------------------------
+# --- Code that the adapters of frameworks share; it needs none of the frameworks ------------------
 
 Class = TypeVar("Class", bound=type)
 

@@ -108,7 +108,7 @@ class PythonProcesses:
                 self.first = " ".join([name, *texts[1:4]])
 
 
-# --- script ---------------------------------------------------------------------------------------
+# --- Somebody's training script, whatever trains in it, with castor: for `castor run` -------------
 
 
 def run(settings: Mapping[str, Any], arguments: Sequence[str]) -> None:

@@ -182,7 +182,7 @@ def _join(host: str, port: int, text: str, *, end: float, patience: float, local
         ) from None
 
 
-# --- ranks ----------------------------------------------------------------------------------------
+# --- Starts a script on every rank of this machine, as torchrun does ------------------------------
 
 _TAIL = 20
 """Number of lines of a failed rank's log that are shown."""

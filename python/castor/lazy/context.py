@@ -68,7 +68,7 @@ def record_truncated_normals(lazy: type[torch.Tensor]) -> None:
     init._no_grad_trunc_normal_ = trunc_normal
 
 
-# --- context --------------------------------------------------------------------------------------
+# --- Models that take no memory until they are boosted --------------------------------------------
 
 _active = threading.local()
 

@@ -126,7 +126,7 @@ def ordinary_entry(
     return from_portable(param, portable, twin.format_of(param))
 
 
-# --- boosted --------------------------------------------------------------------------------------
+# --- Optimizers of boosted models: the user's classes, with a step over chunks --------------------
 
 
 class BoostedOptimizer(Optimizer):

@@ -131,7 +131,7 @@ class SimulatedGenerators(Generators):
         """Does nothing: nothing is drawn."""
 
 
-# --- simulated rank -------------------------------------------------------------------------------
+# --- Records one rank's stages of a model on the meta device, with a micro-batch ------------------
 
 _LABELS = "labels"
 _OF_EVERY_BLOCK = ("output_router_logits", "output_hidden_states", "output_attentions")

@@ -74,7 +74,7 @@ def check_not_yet(plugin: type, arguments: dict[str, Any]) -> None:
             raise NotImplementedError(f"{name}={value!r} is not supported yet: {instead}")
 
 
-# --- arguments ------------------------------------------------------------------------------------
+# --- Takes the arguments of plugins, and resolves those of GeminiPlugin ---------------------------
 
 Plugin = TypeVar("Plugin")
 Arguments = TypeVar("Arguments")

@@ -64,7 +64,7 @@ def group_of_reads(
     return name
 
 
-# --- data parallel --------------------------------------------------------------------------------
+# --- Checks and set-up of several ranks that train one model together -----------------------------
 
 
 def join_ranks(

@@ -167,7 +167,7 @@ def engine_settings(
     )
 
 
-# --- gemini ---------------------------------------------------------------------------------------
+# --- Chunk-based heterogeneous memory (Colossal-AI's Gemini; PatrickStar, Fang et al. 2021) -------
 
 
 @documented(GeminiArguments)

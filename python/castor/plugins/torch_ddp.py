@@ -145,7 +145,7 @@ class ReplicatedForward(CastingForward):
             return self._ddp(*args, **kwargs)
 
 
-# --- torch ddp ------------------------------------------------------------------------------------
+# --- torch's DistributedDataParallel under castor's loop (Colossal-AI's TorchDDPPlugin) -----------
 
 _NEUTRAL: dict[str, tuple[object, str]] = {
     "check_reduction": (False, "torch has deprecated it"),

@@ -178,7 +178,7 @@ def _backward_begins(boosted: ShardedModel, _: torch.Tensor) -> None:
     boosted.pass_begins()
 
 
-# --- torch fsdp -----------------------------------------------------------------------------------
+# --- torch's fully_shard under castor's loop (FSDP2; Colossal-AI's TorchFSDPPlugin) ---------------
 
 _NEUTRAL: dict[str, tuple[object, str]] = {
     "process_group": (None, "all ranks shard the model"),

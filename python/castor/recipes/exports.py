@@ -173,7 +173,7 @@ def _merge(layer: Any, param: torch.Tensor) -> torch.Tensor:
     return merged
 
 
-# --- exports --------------------------------------------------------------------------------------
+# --- Writes a model, a run or its adapters as a folder that other programs load -------------------
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of weights by the names that transformers gives them."""

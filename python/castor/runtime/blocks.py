@@ -35,7 +35,7 @@ class BlockPolicy:
         """Ends an optimizer step; later passes belong to the next one."""
 
 
-# --- blocks ---------------------------------------------------------------------------------------
+# --- Finds the blocks of a model, and the modules that torch.compile compiles as one call ---------
 
 _SWITCH = "GradientCheckpointingLayer"
 

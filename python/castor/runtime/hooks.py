@@ -86,7 +86,7 @@ def has_own_forward(module: nn.Module) -> bool:
     )
 
 
-# --- hooks ----------------------------------------------------------------------------------------
+# --- Hooks and replacements on the modules of a boosted model -------------------------------------
 
 does_nothing: Callable[..., None] = contextlib.nullcontext().__exit__
 """The hook of a copied module: takes any arguments. It is from the standard library, so that every

@@ -31,7 +31,7 @@ def is_dtensor(value: Any) -> TypeIs[DTensor]:
     return kind is not None and isinstance(value, kind)
 
 
-# --- shards ---------------------------------------------------------------------------------------
+# --- Reads and writes sharded parameters (torch's DTensor) for checkpoints ------------------------
 
 _shards: weakref.WeakKeyDictionary[nn.Module, Shards] = weakref.WeakKeyDictionary()
 
