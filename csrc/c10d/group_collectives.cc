@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <string>
 #include <utility>
@@ -13,7 +14,7 @@
 namespace castor {
 namespace {
 
-constexpr int kTag = (1 << 30) + 1;  // no other message has it
+constexpr std::uint32_t kTag = (1U << 30) + 1;  // no other message has it
 /// Up to this size a rank sends what it has to all at once; more goes around in a ring, in which
 /// each byte crosses each link once.
 constexpr std::size_t kSentToAll = std::size_t{64} << 10;
@@ -22,8 +23,8 @@ constexpr std::size_t kSentToAll = std::size_t{64} << 10;
 
 GroupCollectives::GroupCollectives(const std::string& group, std::shared_ptr<RankWaits> waits)
     : backend_(host_backend(group)),
-      place_(std::make_shared<RankPlace>(std::move(waits), rank(), size(), numbers_of(*backend_))) {
-}
+      place_(std::make_shared<RankPlace>(std::move(waits), rank(), size(), numbers_of(*backend_))),
+      messages_(group, place_) {}
 
 RankPatience GroupCollectives::patience() const {
   return {.place = place_, .timeout = timeout_of(*backend_)};
@@ -40,37 +41,16 @@ std::size_t GroupCollectives::size() const noexcept {
 std::string GroupCollectives::description() const { return backend_->getBackendName(); }
 
 GroupCollectives::Message GroupCollectives::send(std::size_t to, std::span<const std::byte> bytes) {
-  std::vector<at::Tensor> tensors = {tensor_over(bytes)};
-  return {backend_->send(tensors, static_cast<int>(to), kTag), to};
+  return messages_.send(to, kTag, bytes);
 }
 
 GroupCollectives::Message GroupCollectives::receive(std::size_t from, std::span<std::byte> bytes) {
-  std::vector<at::Tensor> tensors = {tensor_over(bytes)};
-  return {backend_->recv(tensors, static_cast<int>(from), kTag), from};
-}
-
-void GroupCollectives::wait(const Message& message) {
-  std::string lost;
-  bool done = false;
-  try {
-    const auto abort = [&](const std::string& why) {
-      lost = why;
-      message.work->abort();
-    };
-    const auto other = [&] { return place_->name_of(message.other); };
-    const RankWaits::Wait wait = place_->wait(other, abort);
-    done = message.work->wait();
-  } catch (const std::exception& error) {
-    throw Error(place_->explain(message.other, without_places(error)));
-  }
-  if (!done) {
-    throw Error(lost);
-  }
+  return messages_.receive(from, kTag, bytes);
 }
 
 void GroupCollectives::wait_all(std::vector<Message> messages) {
   for (const Message& message : messages) {
-    wait(message);
+    message->wait();
   }
   keep(std::move(messages));
 }
@@ -107,8 +87,8 @@ void GroupCollectives::all_gather(std::span<const std::byte> own, std::span<std:
       if (step == 1) {
         copy_own();
       }
-      wait(messages[step - 1]);
-      wait(messages.back());
+      messages[step - 1]->wait();
+      messages.back()->wait();
       passed_on = shard((rank() + ranks - step) % ranks);
     }
     keep(std::move(messages));
@@ -139,7 +119,8 @@ void GroupCollectives::ring_shift(std::span<const std::byte> sent, std::span<std
       std::ranges::copy(sent, received.begin());
       return;
     }
-    std::vector<Message> messages = {receive((rank() + ranks - 1) % ranks, received)};
+    std::vector<Message> messages;
+    messages.push_back(receive((rank() + ranks - 1) % ranks, received));
     messages.push_back(send((rank() + 1) % ranks, sent));
     wait_all(std::move(messages));
   });
@@ -155,12 +136,12 @@ void GroupCollectives::broadcast(std::span<std::byte> values) {
     std::vector<Message> messages;
     if (rank() != 0) {
       messages.push_back(receive(rank() - distance, values));
-      wait(messages.back());
+      messages.back()->wait();
     }
     for (distance >>= 1; distance > 0; distance >>= 1) {
       if (rank() + distance < size()) {
         messages.push_back(send(rank() + distance, values));
-        wait(messages.back());
+        messages.back()->wait();
       }
     }
     keep(std::move(messages));

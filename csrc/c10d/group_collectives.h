@@ -11,7 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "c10d/group_messages.h"
 #include "core/collectives.h"
+#include "core/rank_messages.h"
 #include "ranks/rank_waits.h"
 
 namespace castor {
@@ -44,23 +46,18 @@ class GroupCollectives final : public Collectives {
   [[nodiscard]] RankPatience patience() const;
 
  private:
-  using Work = c10::intrusive_ptr<c10d::Work>;
-  /// A message to or from another rank, under way.
-  struct Message {
-    Work work;
-    std::size_t other = 0;
-  };
+  using Message = std::unique_ptr<RankMessage>;
 
   template <typename Call>
   void complete(const Call& call);
   [[nodiscard]] Message send(std::size_t to, std::span<const std::byte> bytes);
   [[nodiscard]] Message receive(std::size_t from, std::span<std::byte> bytes);
-  void wait(const Message& message);
   void wait_all(std::vector<Message> messages);
   void keep(std::vector<Message> done) { done_ = std::move(done); }
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
   const std::shared_ptr<RankPlace> place_;
+  GroupMessages messages_;
   std::atomic<bool> left_ = false;
   /// Messages of the last call, which are over. gloo's thread may still hold a message when it has
   /// woken the thread that waits for it. Where the message then ended, that thread would spin until

@@ -21,8 +21,8 @@ namespace castor {
 /// the CPU, gloo. May be used with or without Python's lock, which must not be held where it waits.
 class GroupMessages final : public RankMessages {
  public:
-  /// Takes the group by its name, like GroupCollectives, and throws the same. The group is used for
-  /// nothing else. `place` is that of the threads that wait for a message.
+  /// Takes the group by its name, like GroupCollectives, and throws the same. Nothing else sends
+  /// over the group meanwhile. `place` is that of the threads that wait for a message.
   GroupMessages(const std::string& group, std::shared_ptr<RankPlace> place);
 
   [[nodiscard]] std::size_t rank() const noexcept override;

@@ -106,6 +106,16 @@ bool RankGradients::may_gather(ChunkId chunk) const {
   return sharded(chunk) || (payload != nullptr && payload->tier() == TierKind::kHost);
 }
 
+template <typename Full>
+void RankGradients::wait_for_others_while(const Full& full) {
+  using Progress = BackwardReductions::Progress;
+  Progress progress = Progress::kMade;
+  while (patient_ && progress == Progress::kMade && full()) {
+    progress = reductions_->wait_for_others(kPatience);
+    patient_ = progress != Progress::kNone;
+  }
+}
+
 bool RankGradients::begin_gathering(ChunkId chunk, OperatorGate& gate) {
   const bool has_full_copy =
       sharded(chunk) ? gradient_shards_->has_copy(chunk)
@@ -119,16 +129,12 @@ bool RankGradients::begin_gathering(ChunkId chunk, OperatorGate& gate) {
   if (sharded(chunk)) {
     gradient_shards_->drop_copy(chunk);  // that somebody has only read
   }
-  using Progress = BackwardReductions::Progress;
-  bool begun = gathered_->begin(chunk);
-  while (!begun && patient_) {
-    const Progress progress = reductions_->wait_for_others(kPatience);
+  bool begun = false;
+  wait_for_others_while([&] {
     begun = gathered_->begin(chunk);
-    patient_ = progress != Progress::kNone;
-    if (progress != Progress::kMade) {
-      break;
-    }
-  }
+    return !begun;
+  });
+  begun = begun || gathered_->begin(chunk);
   if (begun) {
     gate.close(gradient_group(layout_, chunk));  // whoever reads them brings them home
   }
@@ -145,12 +151,7 @@ void RankGradients::arriving(ChunkId chunk, OperatorGate& gate) {
   if ((gathered_ && begin_gathering(chunk, gate)) || !copied(chunk)) {
     return;
   }
-  using Progress = BackwardReductions::Progress;
-  Progress progress = Progress::kMade;
-  while (patient_ && progress == Progress::kMade && reductions_->num_waiting() >= kMostWaiting) {
-    progress = reductions_->wait_for_others(kPatience);
-    patient_ = progress != Progress::kNone;
-  }
+  wait_for_others_while([this] { return reductions_->num_waiting() >= kMostWaiting; });
   if (!sharded(chunk) && has_copy(chunk)) {
     return;
   }

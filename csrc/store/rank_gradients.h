@@ -128,6 +128,9 @@ class RankGradients {
   [[nodiscard]] bool reduced_beside_backward(ChunkId chunk) const {
     return copied(chunk) || added_on_device(chunk) || gathering(chunk);
   }
+  // Waits while there is no room for another chunk (`full`) and the other ranks reduce some.
+  template <typename Full>
+  void wait_for_others_while(const Full& full);
   // Has the gradients of a pass gather on the device, if they may and there is a buffer.
   [[nodiscard]] bool begin_gathering(ChunkId chunk, OperatorGate& gate);
   // Takes this rank's full copy of a chunk's gradients.

@@ -46,6 +46,24 @@ def linked(reduction: Reduction = "ordered") -> ModelParallelGroup:
     return ranks
 
 
+def wait_for_a_lost_rank(ranks: ModelParallelGroup) -> tuple[float, str]:
+    """The seconds that a collective waits for a rank that is lost, and the error of the next one.
+
+    Raises:
+        AssertionError: The next one has none.
+    """
+    start = time.monotonic()
+    x = torch.ones(1000, device=device())
+    ranks.all_reduce(x)
+    torch.get_device_module(device()).synchronize()
+    waited = time.monotonic() - start
+    try:
+        ranks.all_reduce(x)
+    except castor.Error as error:
+        return waited, str(error)
+    raise AssertionError("a collective without a rank that is lost ended without an error")
+
+
 def _values(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(size, generator=generator) * 100).to(dtype)
@@ -184,15 +202,7 @@ def one_ends(directory: Path) -> None:
             ranks.leave()
             time.sleep(60)
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[how])
-    start = time.monotonic()
-    x = torch.ones(1000, device=device())
-    ranks.all_reduce(x)
-    torch.get_device_module(device()).synchronize()
-    waited = time.monotonic() - start
-    try:
-        ranks.all_reduce(x)
-    except castor.Error as error:
-        write(directory, "one_ends", [waited, str(error)])
+    write(directory, "one_ends", wait_for_a_lost_rank(ranks))
     os._exit(0)
 
 

@@ -18,7 +18,7 @@ import castor
 import rank_cases
 from castor.runtime import heartbeats
 from castor.runtime.heartbeats import begin_heartbeats
-from device_link_cases import device, linked
+from device_link_cases import linked, wait_for_a_lost_rank
 from rank_cases import TOWER
 from simulated import compute_as_asked
 
@@ -64,15 +64,7 @@ def one_is_lost_beside_devices(directory: Path) -> None:
     ranks = linked()
     if rank == 1:
         _end_self(directory)
-    start = time.monotonic()
-    x = torch.ones(1000, device=device())
-    ranks.all_reduce(x)
-    torch.get_device_module(device()).synchronize()
-    waited = time.monotonic() - start
-    try:
-        ranks.all_reduce(x)
-    except castor.Error as error:
-        print(f"{waited} {error}", flush=True)
+    print(*wait_for_a_lost_rank(ranks), flush=True)
     os._exit(0)
 
 
