@@ -18,7 +18,8 @@ from castor.activations.block_profile import Link, spans_of
 from castor.config.event_names import BACKWARD_ENTER, FORWARD_ENTER, GRAD_READY
 from castor.estimate import Estimate, Estimator, Workload, estimate, machine, preset_names
 from castor.estimate.machine import _data, parse_flops
-from castor.estimate.simulator import largest, options
+from castor.estimate.search import largest
+from castor.estimate.simulator import options
 from estimating import GPT_18B, OPTIONS, SMALL, small_machine, train, write
 from rank_processes import run_python
 

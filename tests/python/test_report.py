@@ -14,8 +14,9 @@ from torch import nn
 
 import castor
 from castor.config.event_names import FORWARD_ENTER
-from castor.report.html import Verdict, embedded_json, page, page_data, verdict_of
+from castor.report.html import embedded_json, page, page_data
 from castor.report.source import Source, duration, size, source_of
+from castor.report.verdict import Verdict, verdict_of
 from helpers import (
     Boosted,
     boost,

@@ -6,14 +6,12 @@ import functools
 import math
 import mmap
 import time
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from castor import _C
 from castor.activations.block_profile import (
@@ -26,46 +24,11 @@ from castor.activations.block_profile import (
     without_copies,
 )
 from castor.activations.choices import BlockRanks, Choice, Decisions, best_for_all, search
+from castor.activations.offload import offloading
 from castor.config import SCALAR_TYPES, GeminiConfig
 from castor.config.settings import first_update_fraction
 from castor.runtime.engine import Engine
 from castor.runtime.spec import ModelSpec
-
-# --- Offloads the activations of blocks: they wait for backward in host memory --------------------
-
-
-class OffloadingCall:
-    """Wrapper of a module's forward that offloads the tensors saved for backward."""
-
-    def __init__(self, module: nn.Module, offload: _C.ActivationOffload) -> None:
-        """Takes a module, and the model's `offload` for its activations."""
-        self._owner = weakref.ref(module)
-        self._offload = offload
-
-    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of `call`, the module's forward.
-
-        Raises:
-            castor.OutOfMemoryError: Host memory has no room for activations of the block before.
-        """
-        module = self._owner()
-        assert module is not None
-        if not module.training or not torch.is_grad_enabled():
-            return call(*args, **kwargs)
-        with offloading(self._offload):
-            return call(*args, **kwargs)
-
-
-def offloading(offload: _C.ActivationOffload) -> saved_tensors_hooks:
-    """Returns a context that offloads the tensors saved for backward in one forward of a block.
-
-    Raises:
-        castor.OutOfMemoryError: Host memory has no room for activations of the block before.
-    """
-    return saved_tensors_hooks(functools.partial(offload.save, offload.begin()), offload.restore)
-
-
-# --- Decides on each block's activations, from a profile of a step that recomputed all blocks -----
 
 _PROBE_BYTES = 1 << 22
 """Bytes of the copy that measures a GPU's link, at most the device budget over _PROBE_SHARE."""

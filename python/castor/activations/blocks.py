@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from castor import _C
-from castor.activations.auto import AutoKeep, OffloadingCall
+from castor.activations.auto import AutoKeep
 from castor.activations.caches import refuse_filled_caches
 from castor.activations.choices import BlockRanks, Sharing
 from castor.activations.gate import Gate
+from castor.activations.offload import OffloadingCall
 from castor.activations.recompute import Recomputation, RecomputingCall, routes
 from castor.activations.tight import StepSimulator, Tight
 from castor.activations.tiles import TiledForward, is_tiled, tile_mlps, tiled_submodules

@@ -20,7 +20,7 @@ from castor.estimate.activations import Logits, RecomputedBlocks
 from castor.estimate.estimator import named_in_block
 from castor.estimate.metatrace import Step, record_step
 from castor.estimate.model import SHORTEST_SEQUENCE, make_inputs
-from castor.estimate.simulator import largest
+from castor.estimate.search import largest
 from castor.runtime.spec import ModelSpec
 
 _GRAINS = 64

@@ -29,7 +29,8 @@ from castor.estimate.model import (
     make_inputs,
     quiet,
 )
-from castor.estimate.simulator import largest, lay_out, options, places, seconds_of
+from castor.estimate.search import largest
+from castor.estimate.simulator import lay_out, options, places, seconds_of
 from castor.estimate.workload import Workload
 from castor.runtime.blocks import find_blocks, has_switch
 from castor.runtime.spec import ModelSpec
