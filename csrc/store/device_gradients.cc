@@ -101,13 +101,13 @@ void DeviceGradients::release(ChunkId chunk, std::size_t bytes) {
   bytes_moved_ += bytes;
 }
 
-void DeviceGradients::bring_home(ChunkId chunk, const Home& home) {
+void DeviceGradients::move_to_host(ChunkId chunk, const Target& target) {
   const MutexLock lock(mutex_);
   Buffer* const own = of(chunk);
   if (own == nullptr) {
     return;
   }
-  std::byte* const target = home();
+  std::byte* const storage = target();
   const auto& params = layout_.chunk(chunk).params;
   CopyTicket last = CopyTicket::kNone;
   for (std::size_t i = 0; i < params.size(); ++i) {
@@ -118,7 +118,7 @@ void DeviceGradients::bring_home(ChunkId chunk, const Home& home) {
       continue;
     }
     last = copies_->submit({.source = {own->memory.data() + offset, bytes},
-                            .target = {target + offset, bytes},
+                            .target = {storage + offset, bytes},
                             .direction = CopyDirection::kDeviceToHost,
                             .behind = device_.stream(),
                             .await_source = {}});

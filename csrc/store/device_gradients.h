@@ -17,15 +17,16 @@
 namespace castor {
 
 /// Gradients of streamed chunks that gather in memory of the device until the ranks have reduced
-/// them there, so that a rank sends no more home than its shard of the mean.
+/// them there, so that a rank sends no more to the host than its shard of the mean.
 ///
 /// A few buffers, each as large as the largest such chunk, are taken at the start. A chunk has one
 /// from its first gradient of a pass until it is reduced, or until somebody wants its gradients in
-/// host storage: then what has come so far goes home, and what comes later goes there directly.
+/// host storage: then what has come so far is moved there, and what comes later goes there
+/// directly.
 ///
 /// Owned by RankGradients. Thread-safe: the thread that computes adds gradients, another one
-/// reduces them, and any thread may read p.grad, which brings them home. Destruction requires that
-/// nothing on the device uses the buffers.
+/// reduces them, and any thread may read p.grad, which moves them to the host. Destruction requires
+/// that nothing on the device uses the buffers.
 class DeviceGradients {
  public:
   /// Number of buffers, and the size of each.
@@ -38,8 +39,8 @@ class DeviceGradients {
   /// other.
   [[nodiscard]] static Buffers buffers(const ChunkLayout& layout, const std::vector<bool>& gathers);
 
-  /// Takes buffers() from `device`. `copies` brings gradients home: none of its copies waits for an
-  /// update. Throws OutOfMemory. `layout` and `device` outlive this.
+  /// Takes buffers() from `device`. `copies` moves gradients to the host: none of its copies waits
+  /// for an update. Throws OutOfMemory. `layout` and `device` outlive this.
   DeviceGradients(const ChunkLayout& layout, const std::vector<bool>& gathers, MemoryTier& device,
                   std::shared_ptr<CopyEngine> copies);
   DeviceGradients(const DeviceGradients&) = delete;
@@ -58,20 +59,20 @@ class DeviceGradients {
   /// Returns whether a gradient of each of the chunk's parameters is in its buffer.
   [[nodiscard]] bool complete(ChunkId chunk) const;
 
-  /// Returns the chunk's gradients, which nobody brings home before release(); empty where the
-  /// chunk does not gather.
+  /// Returns the chunk's gradients, which nobody moves to the host before release(); empty where
+  /// the chunk does not gather.
   [[nodiscard]] std::span<const std::byte> values(ChunkId chunk) const;
   /// Takes the buffer back when the ranks have reduced the chunk: nothing on the device uses the
   /// buffer any more. `bytes` of the mean have come to the host.
   void release(ChunkId chunk, std::size_t bytes);
 
   /// Function that returns the host memory for the chunk's gradients; may throw OutOfMemory.
-  using Home = std::function<std::byte*()>;
-  /// Copies what has gathered of the chunk to the place that `home` returns, and takes the buffer
+  using Target = std::function<std::byte*()>;
+  /// Copies what has gathered of the chunk to the place that `target` returns, and takes the buffer
   /// back. No effect where the chunk does not gather. Returns when the copies are over.
-  void bring_home(ChunkId chunk, const Home& home);
+  void move_to_host(ChunkId chunk, const Target& target);
 
-  /// Returns the bytes that came to the host: of means, and by bring_home().
+  /// Returns the bytes that came to the host: of means, and by move_to_host().
   [[nodiscard]] std::uint64_t bytes_moved() const noexcept { return bytes_moved_; }
 
  private:
@@ -88,7 +89,7 @@ class DeviceGradients {
   const ChunkLayout& layout_;
   const MemoryTier& device_;
   const std::shared_ptr<CopyEngine> copies_;
-  mutable Mutex mutex_;  // held while gradients are brought home
+  mutable Mutex mutex_;  // held while gradients are moved to the host
   std::vector<Buffer> buffers_ CASTOR_GUARDED_BY(mutex_);
   std::atomic<std::uint64_t> bytes_moved_ = 0;
 };

@@ -136,7 +136,7 @@ bool RankGradients::begin_gathering(ChunkId chunk, OperatorGate& gate) {
   });
   begun = begun || gathered_->begin(chunk);
   if (begun) {
-    gate.close(gradient_group(layout_, chunk));  // whoever reads them brings them home
+    gate.close(gradient_group(layout_, chunk));  // whoever reads them moves them to the host
   }
   return begun;
 }
@@ -313,7 +313,7 @@ void RankGradients::settle(ChunkId chunk) {
   if (!gathered_) {
     return;
   }
-  gathered_->bring_home(chunk, [this, chunk] {
+  gathered_->move_to_host(chunk, [this, chunk] {
     if (sharded(chunk)) {
       gradient_shards_->take_copy(chunk, GradientShards::Contents::kZeros);
       return gradient_shards_->copy(chunk);

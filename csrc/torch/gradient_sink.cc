@@ -253,7 +253,7 @@ GradientCopy GradientSink::adopt(ParamId param, at::Tensor& grad, std::size_t ma
       grad = gradient.view;
       return {};
     }
-    gate_->pass(group(chunk));  // brings the others home: who holds this one may look at it there
+    gate_->pass(group(chunk));  // moves the others to the host: who holds this one may look there
   }
   if (sharded(chunk)) {
     shards_->take_copy(chunk, contents_of_copy(chunk));

@@ -176,7 +176,7 @@ class GradientSink final : public ChunkGradients {
   const bool scaled_;
   Runtime* runtime_ = nullptr;
   TensorGate* gate_ = nullptr;
-  DeviceGradients* gathered_ = nullptr;     // nullptr: all gradients of streamed chunks go home
+  DeviceGradients* gathered_ = nullptr;  // nullptr: all gradients of streamed chunks go to the host
   std::unique_ptr<GradientCopies> copies_;  // nullptr where copies are not asynchronous
   std::vector<Gradient> gradients_;         // per parameter
   std::vector<ParamGeometry> geometries_;   // per parameter: geometry of its gradient

@@ -100,11 +100,11 @@ TEST(DeviceGradientsTest, WhatHasComeGoesHomeAndTheRestIsLeft) {
   ASSERT_TRUE(own.gradients.begin(chunk_id(0)));
   own.add(1, 5);
   Bytes home(kChunk, kUnwritten);
-  own.gradients.bring_home(chunk_id(0), [&] { return home.data(); });
+  own.gradients.move_to_host(chunk_id(0), [&] { return home.data(); });
   EXPECT_EQ(home, of(0x11, 5));
   EXPECT_EQ(own.gradients.bytes_moved(), kParam);
   EXPECT_FALSE(own.gradients.gathering(chunk_id(0)));
-  own.gradients.bring_home(chunk_id(0), []() -> std::byte* {
+  own.gradients.move_to_host(chunk_id(0), []() -> std::byte* {
     ADD_FAILURE() << "it does not gather any more";
     return nullptr;
   });
@@ -116,9 +116,9 @@ TEST(DeviceGradientsTest, AHostWithoutRoomLeavesThemOnTheDevice) {
   own.add(0, 3);
   own.add(1, 4);
   const auto no_room = []() -> std::byte* { throw InjectedFailure("no room"); };
-  EXPECT_THROW(own.gradients.bring_home(chunk_id(0), no_room), InjectedFailure);
+  EXPECT_THROW(own.gradients.move_to_host(chunk_id(0), no_room), InjectedFailure);
   Bytes home(kChunk, kUnwritten);
-  own.gradients.bring_home(chunk_id(0), [&] { return home.data(); });
+  own.gradients.move_to_host(chunk_id(0), [&] { return home.data(); });
   EXPECT_EQ(home, of(3, 4));
 }
 
