@@ -208,7 +208,8 @@ def test_weights_that_are_others_during_forward(how: str) -> None:
     expected = steps(plain, step)
     model = build()
     boosted = boost(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
-    assert steps(boosted.model, boosted.step) == expected
+    # castor's fused Adam follows torch's within rounding, which differs by processor.
+    assert steps(boosted.model, boosted.step) == pytest.approx(expected, rel=1e-6)
     assert type(boosted.model.layers[0]) is nn.Linear  # type: ignore[index]
 
 
