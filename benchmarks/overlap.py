@@ -2,7 +2,7 @@
 #     updating, each measured by itself?
 # Baseline: that maximum; beside it the step of the same run that does one thing after the other.
 # Work: GPT-2 at tight(0.35), behind an emulated link of 2 GB/s each way, which parameters pass to
-#     the device and gradients pass home: the 42.5M of benchmarks/step.py, where computing is the
+#     the device and gradients to the host: the 42.5M of benchmarks/step.py, where computing is the
 #     work, and where copying and updating are: the same and one of 312M over 64 tokens a step.
 # Compute: plain PyTorch's forward and backward alone. Link: the bytes that the step moved in the
 #     busier direction, at its rate. DRAM: the bytes that norm and Adam touch in fp32 (4 and 28 a

@@ -197,7 +197,7 @@ def main() -> int:
     rounds, shares = (1, SHARES[1:2]) if arguments.quick else (arguments.rounds, SHARES)
     reference = Contender(QUICK if arguments.quick else Model(), "1TiB", None)
     figures = reference.session.report()
-    # Of gradients on their way home (docs/design/0016).
+    # Of gradients on their way to the host (docs/design/0016).
     window = max(p.numel() * p.element_size() for p in reference.model.parameters())
     param_bytes = sum(p.numel() * p.element_size() for p in reference.model.parameters())
     predictor = Predictor(reference.model)

@@ -66,7 +66,7 @@ class NoBinder final : public castor::ParamBinder {
   void bind(ChunkId /*chunk*/, std::byte* /*address*/) noexcept override {}
   void snapshot(ChunkId /*chunk*/) noexcept override {}
   bool written_since_snapshot(ChunkId /*chunk*/) const noexcept override { return false; }
-  void before_write_back(ChunkId /*chunk*/, const std::byte* /*home*/,
+  void before_write_back(ChunkId /*chunk*/, const std::byte* /*host*/,
                          const std::byte* /*slot*/) override {}
 };
 

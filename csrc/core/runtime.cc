@@ -251,7 +251,7 @@ void Runtime::prefetch() {
   announce_params(upcoming_modules(*plan_, cursor_));
 }
 
-// Homes on NVMe come into memory further ahead than slots are fetched.
+// Host storage on NVMe comes into memory further ahead than slots are fetched.
 void Runtime::announce_params(const UpcomingModule& upcoming) {
   if (ParamStore* const store = manager_.store()) {
     store->announce(upcoming_chunks(upcoming, layout_, store->max_leases(),

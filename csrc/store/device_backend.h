@@ -164,7 +164,7 @@ class DeviceBackend {
   /// Returns when no copy to the device reads these bytes any more; called before the host writes
   /// them or gives them back. Copies that wait for their source (CopyRequest::await_source) read it
   /// afterwards.
-  virtual void host_writes(std::span<const std::byte> /*home*/) {}
+  virtual void host_writes(std::span<const std::byte> /*host*/) {}
 };
 
 }  // namespace castor

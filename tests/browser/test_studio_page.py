@@ -1,4 +1,4 @@
-"""castor studio in a real browser, from an empty home: upload, preview, train, chat, deploy."""
+"""castor studio in a real browser, from an empty folder: upload, preview, train, chat, deploy."""
 
 import json
 import os

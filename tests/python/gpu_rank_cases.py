@@ -231,7 +231,7 @@ def gathers(directory: Path) -> None:
                     booster.backward(loss, optimizer)
                     after, tells = gpu.counts(), booster.report(model)
                     passes.append({
-                        "home": after["bytes_out"] - before["bytes_out"],
+                        "to_host": after["bytes_out"] - before["bytes_out"],
                         "told": tells.d2h_bytes - told.d2h_bytes,
                         "back": after["bytes_in"] - before["bytes_in"]
                         - (tells.h2d_bytes - told.h2d_bytes),

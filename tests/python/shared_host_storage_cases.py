@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lazy": {"memory": 3 * LAYER},
     "unlike": {"memory": 3 * LAYER},
 }
-"""On "unlike" ranks there is nothing to share: rank 1 has no homes on the host."""
+"""On "unlike" ranks there is nothing to share: rank 1 stores nothing on the host."""
 EVENTFUL = some(tuple(VARIANTS), "tight", "overlap", "split", "unlike")
 
 
@@ -72,7 +72,7 @@ def _of_host_storage(figure: str) -> Iterator[tuple[str, int]]:
 
 
 def copied_bytes() -> int:
-    """Of pages of shared homes of which this process has a copy of its own."""
+    """Bytes of pages of shared host storage of which this process has a copy of its own."""
     return sum(bytes_ for mapping, bytes_ in _of_host_storage("Anonymous") if "rw-p" in mapping)
 
 
@@ -157,7 +157,7 @@ def events(directory: Path) -> None:
 
 
 def memory(_: Path) -> None:
-    """Prints what all ranks together have of homes, their bytes, and what rank 0 pays of them."""
+    """Prints what all ranks have of host storage, its bytes, and what rank 0 pays of it."""
     with _of_rank() as rank:
         boosted = boost(RankCase(lambda: tower(width=1024), _wide_loss), memory="12MiB")
         booster, model, _ = boosted
@@ -175,7 +175,7 @@ def _wide_loss(model: nn.Module, seed: int, _: int) -> torch.Tensor:
 
 
 def _proportional_bytes() -> int:
-    """Of homes: a page that n processes have counts for one n-th in each."""
+    """Bytes of host storage: a page that n processes have counts for one n-th in each."""
 
     def large(mapping: str) -> bool:  # not what collectives go through
         begin, end = (int(address, 16) for address in mapping.split()[0].split("-"))
@@ -273,7 +273,7 @@ def clips_without_room(_: Path) -> None:
 def states_on_nvme(directory: Path) -> None:
     """Prints what this rank has on NVMe, then whether that changed nothing.
 
-    Beside the homes the host has room for nine layers, and their states take twelve.
+    Beside weights and gradients the host has room for nine layers, and their states take twelve.
     """
     shared = 2 * DEEP * WIDE_LAYER // 2
     little = {"host_memory": shared + 9 * WIDE_LAYER, "nvme_path": directory}

@@ -539,14 +539,14 @@ def test_a_target_is_replaced_only_by_force(tmp_path: Path, gpt2_run: Path) -> N
     convert(gpt2_run, tmp_path / "t", "dcp", force=True)
     assert kind_of(tmp_path / "t") == "dcp"
     assert not (tmp_path / "t" / "model.safetensors").exists()
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letters.txt").write_text("dear")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letters.txt").write_text("dear")
     with pytest.raises(castor.CheckpointError, match="--force replaces checkpoints only"):
-        convert(gpt2_run, tmp_path / "home", "hf", force=True)
+        convert(gpt2_run, tmp_path / "other", "hf", force=True)
     for target in (gpt2_run, gpt2_run.parent, gpt2_run / "hf"):
         with pytest.raises(castor.CheckpointError, match="are in one another"):
             convert(gpt2_run, target, "hf", force=True)
-    assert only(tmp_path, "home", "t")
+    assert only(tmp_path, "other", "t")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -314,7 +314,7 @@ def weights_and_masters(boosted: Boosted) -> tuple[list[torch.Tensor], list[torc
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("place", [STAY, {}], ids=["streamed", "resident"])
 def test_edits_reach_the_masters(place: dict[str, Any]) -> None:
-    """At home a remainder outlives an edit: half a step of bf16 (docs/design/0012)."""
+    """On the host a remainder outlives an edit: half a step of bf16 (docs/design/0012)."""
     half_a_step = 2.0**-11  # above 0.125
     results = []
     for state_format in ("fp32", "split"):

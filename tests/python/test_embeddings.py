@@ -1,4 +1,4 @@
-"""gather_embeddings: forward looks rows up at home, and nothing brings the other rows in."""
+"""gather_embeddings: forward looks rows up on the host, and nothing brings the other rows in."""
 
 from pathlib import Path
 from typing import Any

@@ -523,7 +523,9 @@ def test_peaks_and_traffic_of_real_steps_are_predicted_to_the_byte(
     assert resident[-1] == len(reference.chunks()) - apart
 
 
-def test_of_gradients_that_ranks_reduce_on_their_devices_shards_go_home(tmp_path: Path) -> None:
+def test_shards_of_gradients_that_devices_reduce_go_to_the_host(
+    tmp_path: Path,
+) -> None:
     """And the device keeps three buffers for them, as large as the largest chunk."""
     workload = Workload(sequence=64, precision="fp32", state_format="fp32")
     estimator = Estimator(write(tmp_path, SMALL), workload)

@@ -255,10 +255,10 @@ def test_sharded_gradients_stay_where_they_are_while_a_kernel_reads_them(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_backend_reduces_gradients_before_they_go_home(
+def test_a_backend_reduces_gradients_before_they_go_to_the_host(
     size: int, simgpu: str, tmp_path: Path
 ) -> None:
-    """1/n of each chunk's, counted at the device's copies; the way home had all, and back again."""
+    """1/n of each chunk's, counted at the device's copies; all went there and back before."""
     del simgpu
     succeeded(run(gpu_rank_cases.gathers, size, tmp_path, timeout=900))
     for rank in range(size):
@@ -267,12 +267,12 @@ def test_a_backend_reduces_gradients_before_they_go_home(
         for place, by in found.items():
             shards = sum(chunk // size for chunk in by["chunks"])
             assert len(by["chunks"]) > 3
-            # A rank that waits for a slower one for a quarter of a second sends a chunk home.
+            # A rank that waits a quarter of a second for a slower one sends a chunk to the host.
             ordered, backend = (
-                min(by[of], key=lambda one: one["home"]) for of in ("ordered", "backend")
+                min(by[of], key=lambda one: one["to_host"]) for of in ("ordered", "backend")
             )
-            assert backend == {"home": shards, "told": shards, "back": 0}, place
-            assert ordered["home"] >= (size - 0.5) * shards, place
+            assert backend == {"to_host": shards, "told": shards, "back": 0}, place
+            assert ordered["to_host"] >= (size - 0.5) * shards, place
             losses, by_backend = by["losses"]
             assert by_backend == pytest.approx(losses, rel=1e-5), place
             if size == 2:  # a sum of two has the same bits in each order

@@ -339,7 +339,7 @@ def test_memory_that_is_needed_after_all_comes_back(phase: str, settings: dict[s
     boosted = run()
     assert_same(boosted, stays)
     after = boosted.report()
-    assert after.d2h_bytes > after.num_chunks * after.chunk_bytes, "it did go home"
+    assert after.d2h_bytes > after.num_chunks * after.chunk_bytes, "it did go to the host"
 
 
 def test_longer_batches_evict_resident_chunks_once() -> None:

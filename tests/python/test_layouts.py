@@ -609,7 +609,7 @@ def test_a_backends_sums_of_replicas_are_hidden_and_planned(config: Path) -> Non
     ("reduction", "resident", "gigabytes"),
     [
         ("ordered", 0.0, 9.0),  # 8 GB read of eight gradients, 1 GB of means written
-        ("backend", 0.0, 0.0),  # reduced on the GPUs, before they go home
+        ("backend", 0.0, 0.0),  # reduced on the GPUs, before they go to the host
         ("ordered", 1.0, 33.0),  # gradients down, read and their means up, weights in and out: 4 P
         ("backend", 1.0, 1.0),  # a shard of the weights
         ("ordered", 0.5, 21.0),
@@ -633,7 +633,7 @@ def test_sums_of_several_micro_batches_come_from_the_host() -> None:
     assert dram_of_replicas(several, on, int(8e9), 0.0) == pytest.approx(9e9)
 
 
-def test_of_gradients_that_gpus_reduce_a_shard_goes_home(config: Path) -> None:
+def test_of_gradients_that_gpus_reduce_a_shard_goes_to_the_host(config: Path) -> None:
     """Of P a rank P / 8, and none is read there to be added up: 2 P less than in order.
 
     But for the weights of the buffers' size that are fetched again.
@@ -649,7 +649,7 @@ def test_of_gradients_that_gpus_reduce_a_shard_goes_home(config: Path) -> None:
     )
     weights = 4 * found.parameters  # fp32
     assert 1.75 * weights <= (ordered - reduced) / 8 <= 2 * weights
-    # Down once or twice, an eighth of gradients home, Adam and the norm as above.
+    # Down once or twice, an eighth of gradients to the host, Adam and the norm as above.
     assert (1 + 1 / 8 + 28 / 4 / 8) * weights <= reduced / 8
     assert reduced / 8 <= (2 + 1 / 8 + 28 / 4 / 8 + 1) * weights
 
@@ -675,7 +675,7 @@ def test_host_memory_is_a_wall_for_8_gpus(config: Path) -> None:
         for dram in ("10TB/s", "1GB/s")
     )
     assert fast.dram_bytes == slow.dram_bytes
-    # Down once or twice, gradients home, 28 bytes of Adam and 4 of the norm an element by shards.
+    # Down once or twice, gradients to the host, 28 bytes of Adam and 4 of the norm by shards.
     beside = slow.dram_bytes / 8 - 9 / 8 * weights
     assert (1 + 1 + 28 / 4 / 8) * weights <= beside <= (2 + 1 + 28 / 4 / 8 + 1) * weights
     assert (fast.busy["dram"], fast.bound == "dram") == (0, False)

@@ -39,7 +39,7 @@ def test_what_is_where(trained: tuple[Path, list[dict[str, Any]]]) -> None:
         for name in ("stage 1, offloaded", "stage 2, offloaded"):
             offloaded = reports[name]
             assert _of_chunks(offloaded) == pytest.approx(weights, rel=0.03)
-            # This rank's share of homes and gradients, which are there once, and of moments.
+            # This rank's share of weights and gradients, which are there once, and of moments.
             assert offloaded["rank_shared_bytes"] == pytest.approx(2 * weights, rel=0.03)
             assert offloaded["host_bytes"] == pytest.approx(2 * weights, rel=0.1)
             # Each step new weights come, and gradients go.

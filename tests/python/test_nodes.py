@@ -76,8 +76,8 @@ def test_what_crosses_are_sums_and_means_of_gradients_and_updated_shards(tmp_pat
             sent = after["rank_sent_bytes"] - before["rank_sent_bytes"]
             assert crossed == used // 2 + used // 4
             assert sent - crossed == used // 2  # of gradients, within the machine
-        homes = 2 * sum(-(-size // PAGE) * PAGE for size in chunks)  # of weights and of gradients
-        assert reports[-1]["rank_shared_bytes"] == homes
+        stored = 2 * sum(-(-size // PAGE) * PAGE for size in chunks)  # of weights and of gradients
+        assert reports[-1]["rank_shared_bytes"] == stored
 
 
 def test_host_storage_is_in_memory_once_a_machine(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_the_memory_curve_stays_within_the_budget_and_reaches_the_peak(source: S
     assert max(totals) >= 0.9 * source.step.peak_device_bytes
     times = [sample.time_ns for sample in samples]
     assert times == sorted(times)
-    assert samples[-1].slot_bytes == 0, "a step ends at home"
+    assert samples[-1].slot_bytes == 0, "a step ends on the host"
     for sample, event in ((samples[0], source.step.events[0]),):
         assert (sample.slot_bytes, sample.host_bytes) == (event.slot_bytes, event.host_bytes)
 

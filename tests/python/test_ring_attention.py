@@ -244,7 +244,7 @@ def test_what_is_passed_on_is_one_ranks_keys_and_values_and_their_gradients() ->
         return cast("list[int]", passing.sizes)
 
     one = 2 * BATCH * layer.key_heads * 16 * CHANNELS * 4
-    # Forward and backward pass keys on to all others; gradients go on until they are home.
+    # Forward and backward pass keys on to all others; gradients go on until they are back.
     assert among(size, own) == [[one] * ((size - 1) + (size - 1) + size)] * size
 
 

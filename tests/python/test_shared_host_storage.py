@@ -1,4 +1,4 @@
-"""Homes of parameters that the ranks of a machine keep once."""
+"""Host storage of parameters that the ranks of a machine keep once."""
 
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,11 @@ def test_no_rank_keeps_copies(name: str, seen: Any) -> None:
 def test_ranks_pay_their_shares_of_host_storage(seen: Any) -> None:
     found = seen("tight", "auto", 0)
     report, apart = found["report"], seen("tight", "group", 0)["report"]
-    homes = found["parameter bytes"] + found["gradient bytes"]
-    assert homes <= report["rank_shared_bytes"] <= homes + 16 * PAGE
+    stored = found["parameter bytes"] + found["gradient bytes"]
+    assert stored <= report["rank_shared_bytes"] <= stored + 16 * PAGE
     assert apart["rank_shared_bytes"] == 0
     saved = apart["host_bytes"] - report["host_bytes"]
-    assert saved == pytest.approx(homes / 2, abs=16 * PAGE)
+    assert saved == pytest.approx(stored / 2, abs=16 * PAGE)
 
 
 def test_ranks_that_place_chunks_differently_say_that_they_share_no_host_storage(seen: Any) -> None:
@@ -93,7 +93,7 @@ def test_gradients_of_passes_apart_that_have_no_room_are_named(tmp_path: Path) -
 def test_states_make_room_on_nvme_for_nothing_that_host_storage_has_paid_for(
     tmp_path: Path,
 ) -> None:
-    """The gradients' homes counted twice: the host was said to have no room for the parameters."""
+    """The gradients' storage counted twice: the host seemed to have no room for parameters."""
     for output in succeeded(run(shared_host_storage_cases.states_on_nvme, 2, tmp_path)):
         stored, same = output.split()
         assert (

@@ -1,7 +1,7 @@
 """A session on a device that computes by itself gives the bits of the CPU device.
 
 What a GPU does is simulated in host memory (tests/simulated_device): its kernels' bodies, copies
-beside the compute, homes that no host may write while a copy reads them.
+beside the compute, host storage that nobody may write while a copy reads them.
 """
 
 import gc

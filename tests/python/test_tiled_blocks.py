@@ -167,7 +167,7 @@ class WideTower(nn.Module):
 def test_the_peak_falls_by_what_the_other_pieces_would_take() -> None:
     """At the peak, in backward, there are six tensors of (rows, INNER): gate and up, activated and
     multiplied, and two gradients. Of tiles there is more: the whole gradient of the output, and the
-    sums of up to three weights' gradients, which are at home without tiles."""
+    sums of up to three weights' gradients, which are on the host without tiles."""
 
     def peak(activations: str) -> int:
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """gather_experts=True on experts that train: steps move the rows of the experts that tokens choose.
 
-Weights come by the row, gradients go home by the row, and all bits are those of plain PyTorch.
+Weights come by the row, gradients go to the host by the row. All bits are those of plain PyTorch.
 """
 
 from __future__ import annotations

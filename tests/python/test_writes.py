@@ -126,7 +126,7 @@ def assert_halved(boosted: Boosted, evaluate: Callable[[], object], name: str) -
         evaluate()
     before, evictions = copies(boosted.model.parameters()), boosted.report().evictions
     with torch.no_grad():
-        evaluate()  # reading may have brought some home
+        evaluate()  # reading may have brought some to the host
         for param in boosted.model.parameters():
             WRITES[name](param)
         evaluate()

@@ -464,7 +464,7 @@ def test_a_folder_that_holds_something_is_kept(place: Path, tmp_path: Path) -> N
     (out / "old.txt").write_text("old")
     write_export(Export(path=model, out=out, overwrite=True, layout="gguf"))
     assert sorted(path.name for path in out.iterdir()) == ["README.md", "out-F32.gguf"]
-    other = tmp_path / "home"
+    other = tmp_path / "other"
     other.mkdir()
     (other / "letter.txt").write_text("Dear")
     refused(

@@ -23,8 +23,8 @@ std::size_t page_bytes() {
   return bytes;
 }
 
-/// Calls `visit` for the address of each page of a home, or of rows of one. Both begin their own
-/// pages (MmapArena; rows of tests are whole pages).
+/// Calls `visit` for the address of each page of host storage, or of rows of one. Both begin their
+/// own pages (MmapArena; rows of tests are whole pages).
 template <typename Visit>
 void for_each_page(Bytes host, Visit&& visit) {
   for (std::size_t at = 0; at < host.size(); at += page_bytes()) {
@@ -35,7 +35,7 @@ void for_each_page(Bytes host, Visit&& visit) {
 void set_writable(const std::byte* page, bool writable) {
   if (mprotect(const_cast<std::byte*>(page), page_bytes(),
                writable ? PROT_READ | PROT_WRITE : PROT_READ) != 0) {
-    throw std::runtime_error("mprotect refused a page of a home");
+    throw std::runtime_error("mprotect refused a page of host storage");
   }
 }
 

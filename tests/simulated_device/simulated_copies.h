@@ -15,9 +15,10 @@
 namespace castor::testing {
 
 /// The copy engine of the simulated device: one thread a direction, at the speed of a link, and a
-/// watch over homes. From the moment a copy in begins to read a home, that is write-protected until
-/// the host may know that the copy is over: it has waited for a fence that is behind the compute
-/// stream's wait, or said host_writes. Whoever writes earlier dies of SIGSEGV, in that line.
+/// watch over host storage. From the event at which a copy in begins to read some, that is
+/// write-protected until the host may know that the copy is over: it has waited for a fence that is
+/// behind the compute stream's wait, or said host_writes. Whoever writes earlier dies of SIGSEGV,
+/// in that line.
 ///
 /// Thread-safe. Owned by the session; the SimulatedDevice borrows it.
 class SimulatedCopies final : public CopyEngine {
@@ -56,7 +57,7 @@ class SimulatedCopies final : public CopyEngine {
 
   mutable std::mutex mutex_;               // guards the two below
   std::map<CopyTicket, Reader> readers_;   // copies in that the host does not know to be over
-  std::map<const std::byte*, int> locks_;  // of pages of homes: how many read them
+  std::map<const std::byte*, int> locks_;  // of pages of host storage: how many read them
   std::atomic<std::size_t> num_copies_[2] = {0, 0};
   AsyncCopyEngine inner_;  // last: its threads use all above
 };

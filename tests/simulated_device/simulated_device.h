@@ -43,7 +43,7 @@ struct DeviceCounts {
 /// done on return, as torch's CPU operators are, so it is in order with those. Kernels are the
 /// bodies that the GPU runs (host_kernels.h). What is asynchronous are the copies
 /// (SimulatedCopies). Freed device memory is filled with NaN. A kernel over memory that is not the
-/// device's is an error, and so is a host write to a home that a copy may still read.
+/// device's is an error, and so is a host write to storage that a copy may still read.
 class SimulatedDevice final : public DeviceBackend, public DeviceKernels {
  public:
   explicit SimulatedDevice(std::uint64_t bytes_per_second);

@@ -328,8 +328,8 @@ class Estimator:
     def has_host_storage(self, machine: Machine) -> bool:
         """Whether host and NVMe have room for the bytes that do not depend on the batch."""
         room = math.inf if machine.nvme_bytes is None else machine.nvme_bytes
-        homes = self._simulator.places(places(machine))
-        return homes["host_bytes"] <= machine.host_bytes and homes["nvme_bytes"] <= room
+        stored = self._simulator.places(places(machine))
+        return stored["host_bytes"] <= machine.host_bytes and stored["nvme_bytes"] <= room
 
     def _max_batch(self, machine: Machine) -> int:
         recorded = [batch for batch, tokens in self._steps if tokens == self.workload.sequence]
@@ -482,13 +482,13 @@ class Estimator:
         ways += [(name, disk) for name in formats if machine.nvme is None]
         fitting = []
         for state_format, on in ways:
-            homes = self._lay_out(state_format).places(places(on))
+            stored = self._lay_out(state_format).places(places(on))
             room = math.inf if on.nvme_bytes is None else on.nvme_bytes
-            if homes["host_bytes"] <= on.host_bytes and homes["nvme_bytes"] <= room:
+            if stored["host_bytes"] <= on.host_bytes and stored["nvme_bytes"] <= room:
                 words = [other] if other else []
                 words += [f"--format {state_format}"] if state_format != own else []
                 if on is disk:
-                    taken = size(homes["nvme_bytes"])
+                    taken = size(stored["nvme_bytes"])
                     words.append(f"--nvme {_NVME / 1e9:g}GB/s (of which it takes {taken})")
                 fitting.append(words)
         fewest = min(map(len, fitting), default=0)
@@ -500,10 +500,10 @@ class Estimator:
     def _formats_that_fit(self, machine: Machine) -> list[str]:
         if not self._has_formats():
             return []
-        homes = places(machine)
+        stored = places(machine)
 
         def takes(state_format: StateFormat) -> int:
-            return self._lay_out(state_format).places(homes)["host_bytes"]
+            return self._lay_out(state_format).places(stored)["host_bytes"]
 
         formats = _C.rule_formats(self.workload.optimizer)
         return [name for name in formats if takes(name) <= machine.host_bytes]

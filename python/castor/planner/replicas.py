@@ -88,7 +88,7 @@ def gathering_ranks(layout: Layout, cluster: Cluster) -> int:
     """Returns the number of ranks that reduce gradients of streamed chunks on their GPUs.
 
     That is so with reduction="backend", on one node, where one backward pass brings all of a step's
-    gradients. More passes add up in host storage (docs/design/0067-reduced-before-home.md).
+    gradients. More passes add up in host storage (docs/design/0067-reduced-on-the-gpus.md).
 
     Returns:
         The number of ranks. 1: gradients of streamed chunks go to the host in full.
@@ -105,9 +105,9 @@ def dram_of_replicas(layout: Layout, cluster: Cluster, param_bytes: int, residen
 
     - streamed chunks, ordered: each rank reads a shard of all n gradients, and writes the shard of
       the mean: P + P / n.
-    - streamed chunks, by the backend: nothing beside the way home, which is that of the rank's
-      shard of the mean. After several micro-batches (gathering_ranks) the sums go from the host to
-      the GPU, and the rank's shard of the mean comes back: P + P / n.
+    - streamed chunks, by the backend: nothing beside the way to the host, which is that of the
+      rank's shard of the mean. After several micro-batches (gathering_ranks) the sums go from the
+      host to the GPU, and the rank's shard of the mean comes back: P + P / n.
     - resident chunks of GPUs, ordered: their gradients come to the host first, the means go back,
       and weights go through the host in shards: 4 P + P / n.
     - resident chunks of GPUs, by the backend: the rank's shard of the weights: P / n.
@@ -168,9 +168,9 @@ def sent_by_backend(
 
     Gradients of resident chunks are all-reduced where they are. Of their weights a rank copies its
     shard to the host, and all shards are gathered on the GPUs. Gradients of streamed chunks are
-    reduce-scattered on the GPU; the rank's shard goes home as gradients do, and is not counted
-    here. After several micro-batches (gathering_ranks) they come from the host, and the shard goes
-    back. Weights of streamed chunks need nothing, since ranks share them in host memory
+    reduce-scattered on the GPU; the rank's shard goes to the host as gradients do, and is not
+    counted here. After several micro-batches (gathering_ranks) they come from the host, and the
+    shard goes back. Weights of streamed chunks need nothing, since ranks share them in host memory
     (docs/design/0064-sums-by-the-backend.md).
 
     Args:

@@ -130,8 +130,8 @@ class StepTimeline:
         for i, chunk in enumerate(self.chunks):
             for kind, (now, size) in chunk.payloads.items():
                 # A chunk that became resident after the step came from the host.
-                home = "device" if i in on_device else "host" if now == "device" else now
-                if home == tier:
+                place = "device" if i in on_device else "host" if now == "device" else now
+                if place == tier:
                     totals[kind] = totals.get(kind, 0) + size
         return totals
 

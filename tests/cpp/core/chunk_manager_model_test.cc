@@ -34,7 +34,7 @@ struct Adversary {
   unsigned seed;
   std::size_t operations;
   bool copies_fail;
-  bool stored = false;  // homes of some chunks, whose reads fail where copies do
+  bool stored = false;  // host storage of some chunks, whose reads fail where copies do
 };
 
 void PrintTo(const Adversary& adversary, std::ostream* out) { *out << adversary.name; }
@@ -115,7 +115,7 @@ class Walk {
     placements[7] = Placement::kDevice;
     return placements;
   }
-  // Of every placement that leaves a chunk's home on the host.
+  // Of every placement that leaves a chunk's storage on the host.
   static std::vector<bool> some_stored() {
     std::vector<bool> stored(make_layout().chunks().size());
     for (std::size_t i = 0; i < stored.size(); ++i) {

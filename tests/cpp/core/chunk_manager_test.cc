@@ -65,7 +65,7 @@ TEST_F(ChunkManagerTest, StartsWithEverythingOnTheHost) {
 TEST_F(ChunkManagerTest, PinnedChunkIsBoundToItsSlotAndReadsTheSame) {
   start(2, 1);
   manager().fetch(kA);
-  EXPECT_TRUE(rig_->bound_to_host(kA)) << "readable at home until the copy is waited for";
+  EXPECT_TRUE(rig_->bound_to_host(kA)) << "readable on the host until the copy is waited for";
   EXPECT_EQ(rig_->engine.num_pending(), 1u);
   const Pin pin = manager().pin(kA);
   EXPECT_EQ(rig_->engine.num_pending(), 0u);
@@ -258,7 +258,8 @@ TEST_F(ChunkManagerTest, WriteToHostStorageOfAChunkThatLeavesUnpinnedIsNotLost) 
   rig_->binder.write(param_id(0), 55);
   manager().evict(kA);
   EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 55));
-  EXPECT_EQ(manager().counts().d2h_bytes, 0u) << "the slot knows nothing that the home does not";
+  EXPECT_EQ(manager().counts().d2h_bytes, 0u)
+      << "the slot knows nothing that host storage does not";
 }
 
 TEST_F(ChunkManagerTest, WriteSurvivesTheRestOfItsChunk) {
@@ -545,7 +546,7 @@ TEST_F(ChunkManagerTest, FailedPrefetchDoesNotKeepItsChunkFromLeaving) {
   EXPECT_EQ(used(), 0u);
 }
 
-/// A home that an update has yet to fill with `value`.
+/// Host storage that an update has yet to fill with `value`.
 class PendingUpdateTest : public ChunkManagerTest {
  protected:
   void pend(ChunkId chunk, std::uint8_t value) {

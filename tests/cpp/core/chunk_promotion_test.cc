@@ -135,7 +135,7 @@ TEST_F(ChunkPromotionTest, ADemotedChunkIsAStreamedOneThatIsResident) {
   EXPECT_TRUE(rig_->host_storage_holds(param_id(0), 77));
   manager().evict(kA);
   EXPECT_EQ(used(), 0u);
-  EXPECT_EQ(manager().counts().d2h_bytes, kWhole) << "its home was up to date";
+  EXPECT_EQ(manager().counts().d2h_bytes, kWhole) << "its host storage was up to date";
   EXPECT_TRUE(rig_->binder.reads(param_id(0), 77));
 }
 
@@ -305,7 +305,7 @@ TEST_F(ChunkPromotionTest, WritesInTheMiddleOfAStepAreComparedWithWhatWasThere) 
   EXPECT_EQ(manager().on_device_bytes(kA), 3 * kChunk) << "with a copy of the parameters";
   ASSERT_TRUE(manager().try_promote(kA));
   EXPECT_EQ(used(), 3 * kChunk);
-  rig_->binder.write(param_id(0), 10);  // between steps: not told apart at home either
+  rig_->binder.write(param_id(0), 10);  // between steps: not told apart on the host either
   { const Pin pin = manager().pin(kA); }
   manager().move_to_host();
   EXPECT_TRUE(rig_->binder.write_backs().empty());

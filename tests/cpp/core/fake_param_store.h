@@ -26,7 +26,7 @@ class InjectedFailure : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Homes on a disk that is a vector of bytes. Adversary: a home comes to another place in memory
+/// Storage on a disk that is a vector of bytes. Adversary: a chunk comes to another place in memory
 /// every time, is garbage until somebody has waited for it, and garbage again, and freed, once
 /// nobody holds it; what was changed without saying so is an error. Thread-safe.
 class FakeParamStore final : public ParamStore {
@@ -67,7 +67,7 @@ class FakeParamStore final : public ParamStore {
   }
 
   void set_max_leases(std::size_t max_leases) { max_leases_ = max_leases; }
-  /// Homes that can be in memory at the same time, from now on.
+  /// Chunks that can be in memory at the same time, from now on.
   void set_capacity(std::size_t capacity) { capacity_ = capacity; }
   /// The n-th hold is refused, or the n-th wait fails, from now on; counted from 1.
   void fail_lease(std::size_t call) { leases_left_ = call; }
@@ -118,7 +118,7 @@ class FakeParamStore final : public ParamStore {
   void wait(Chunk& params, ParamAccess access) {
     const std::lock_guard lock(mutex_);
     if (--waits_left_ == 0) {
-      throw InjectedFailure("wait for a home");
+      throw InjectedFailure("wait for a chunk");
     }
     if (!std::exchange(params.there, true)) {
       params.memory = params.disk;

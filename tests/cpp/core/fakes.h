@@ -275,7 +275,7 @@ class FakeBinder final : public ParamBinder {
         versions_(layout.params().size(), 0),
         snapshots_(layout.params().size(), 0) {}
 
-  /// Homes that are not in memory are bound to nullptr.
+  /// Host storage that is not in memory is bound to nullptr.
   void param_store(std::vector<bool> stored) { stored_ = std::move(stored); }
   void bind(ChunkId chunk, std::byte* address) noexcept override {
     EXPECT_TRUE(address != nullptr || (!stored_.empty() && stored_[index(chunk)]));
@@ -300,7 +300,7 @@ class FakeBinder final : public ParamBinder {
     write_backs_.push_back({chunk, host[0], slot[0]});
   }
 
-  /// The first byte of home and slot at each before_write_back.
+  /// The first byte of host storage and slot at each before_write_back.
   struct WriteBack {
     ChunkId chunk;
     std::byte host;
@@ -380,8 +380,8 @@ struct Net {
   }
 };
 
-/// A chunk manager on simulated hardware. Every parameter starts bound to its home and filled with
-/// initial(param).
+/// A chunk manager on simulated hardware. Every parameter starts bound to host storage and filled
+/// with initial(param).
 struct Rig {
   ChunkLayout layout;
   std::shared_ptr<LiveBlocks> device_blocks = std::make_shared<LiveBlocks>();
@@ -424,7 +424,8 @@ struct Rig {
 
   static std::uint8_t initial(std::size_t param) { return static_cast<std::uint8_t>(param + 1); }
 
-  /// As the binder's, with a home that has to be brought into memory first, as user code sees it.
+  /// As the binder's, with host storage that has to be brought into memory first, as user code sees
+  /// it.
   void write(ParamId param, std::uint8_t value) {
     visit(param, ParamAccess::kWrite, [&] { binder.write(param, value); });
   }
@@ -441,7 +442,7 @@ struct Rig {
   [[nodiscard]] bool bound_to_host(ChunkId chunk) const {
     return binder.address(chunk) == host_storage(chunk);
   }
-  /// Whether the home copy of the parameter is all `value`.
+  /// Whether the host copy of the parameter is all `value`.
   [[nodiscard]] bool host_storage_holds(ParamId param, std::uint8_t value) const {
     const ParamPlace place = layout.place(param);
     const std::byte* const chunk =
@@ -476,7 +477,7 @@ struct Rig {
       EXPECT_TRUE(manager->pins(chunk) == 0 || !bound_to_host(chunk)) << "chunk " << i;
       if (!bound_to_host(chunk)) {
         EXPECT_EQ(device_blocks->bytes_at(binder.address(chunk)), spec.capacity_bytes)
-            << "chunk " << i << " is bound to memory that is neither its home nor a slot";
+            << "chunk " << i << " is bound to memory that is neither its host storage nor a slot";
       }
     }
     EXPECT_EQ(manager->slot_bytes(), slots);

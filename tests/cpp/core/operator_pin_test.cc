@@ -49,7 +49,7 @@ TEST(OperatorPinTest, APromotedChunkIsNotDemotedUnderAnOperatorsPin) {
   ASSERT_TRUE(manager.try_promote(kA));
   std::vector<Pin> pins;
   EXPECT_FALSE(machine.runtime->pin_for_operator(kB, {}, PayloadKind::kGrad))
-      << "its gradients are at home";
+      << "its gradients are on the host";
   pins.push_back(machine.runtime->pin_for_operator(kA, {}, PayloadKind::kGrad).value());
   EXPECT_FALSE(manager.demote_one());
   EXPECT_THROW(manager.demote(kA), UsageError);

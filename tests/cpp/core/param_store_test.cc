@@ -1,4 +1,4 @@
-// Chunks whose homes are on NVMe: when the manager holds them in memory, and what the runtime says
+// Chunks whose storage is on NVMe: when the manager holds them in memory, and what the runtime says
 // of them ahead.
 
 #include <gtest/gtest.h>
@@ -31,7 +31,7 @@ const ChunkId kA = chunk_id(0);
 const ChunkId kB = chunk_id(1);
 const ChunkId kC = chunk_id(2);
 
-/// Three chunks of one parameter each, the third one's home in memory, over a device for two.
+/// Three chunks of one parameter each, the third one stored in memory, over a device for two.
 class ParamStoreTest : public ::testing::Test {
  protected:
   void TearDown() override {
@@ -187,7 +187,7 @@ TEST_F(ParamStoreTest, KeepFetchesBackOnceTheWindowIsFull) {
   EXPECT_FALSE(manager().fetch_blocks(kA));
   manager().fetch(kA);
   EXPECT_TRUE(manager().fetch_blocks(kB));
-  EXPECT_FALSE(manager().fetch_blocks(kC)) << "its home is in memory";
+  EXPECT_FALSE(manager().fetch_blocks(kC)) << "it is stored in memory";
   const Pin pin = manager().pin(kA);
   EXPECT_FALSE(manager().fetch_blocks(kB));
   manager().fetch(kB);
@@ -202,7 +202,7 @@ TEST_F(ParamStoreTest, AreNotPromoted) {
   EXPECT_TRUE(manager().try_promote(kC));
 }
 
-/// Six modules of a chunk each, all homes but the last one's stored, and a device for two.
+/// Six modules of a chunk each, all but the last one stored on NVMe, and a device for two.
 class ParamStoreAnnounceTest : public ::testing::Test {
  protected:
   static constexpr std::size_t kModules = 6;
@@ -284,7 +284,7 @@ TEST_F(ParamStoreAnnounceTest, ThatFindNoMemoryOnTheHostSendNothingFromTheDevice
   machine_.rig.store.set_capacity(0);
   try {
     machine_.act(testing::enter(1));
-    FAIL() << "a home was brought in where there is no memory for it";
+    FAIL() << "a chunk was brought in where there is no memory for it";
   } catch (const OutOfMemory& error) {
     EXPECT_EQ(error.tier(), TierKind::kHost);
   }
@@ -303,7 +303,7 @@ TEST_F(ParamStoreAnnounceTest, AResidentChunkIsPinnedForWhoReadsItOutsideItsModu
     std::optional<Pin> pin = machine_.runtime->pin_for_operator(kA);
     ASSERT_TRUE(pin);
     pins.push_back(std::move(*pin));
-    EXPECT_FALSE(machine_.runtime->pin_for_operator(kB)) << "it is at home";
+    EXPECT_FALSE(machine_.runtime->pin_for_operator(kB)) << "it is on the host";
     machine_.act(testing::exit(0));
     EXPECT_EQ(machine_.rig.manager->pins(kA), 1u);
     EXPECT_THROW(machine_.rig.manager->evict(kA), UsageError);
@@ -312,7 +312,7 @@ TEST_F(ParamStoreAnnounceTest, AResidentChunkIsPinnedForWhoReadsItOutsideItsModu
   EXPECT_EQ(machine_.rig.manager->pins(kA), 0u);
   machine_.rig.manager->fetch(kB);
   EXPECT_FALSE(machine_.runtime->pin_for_operator(kB))
-      << "its copy is under way: it is read at home";
+      << "its copy is under way: it is read on the host";
   finish();
 }
 

@@ -39,7 +39,7 @@ struct Adversary {
   std::size_t num_threads;
   bool failures;
   FreedSlots freed_slots = FreedSlots::kReusedAtOnce;
-  bool stored = false;  // homes of some chunks
+  bool stored = false;  // host storage of some chunks
 };
 
 void PrintTo(const Adversary& adversary, std::ostream* out) { *out << adversary.name; }
@@ -270,7 +270,7 @@ class Walk {
     for (std::size_t i = 0; i < num_chunks(); ++i) {
       found[i] = manager.pins(chunk_id(i));
     }
-    // Memory that ran out may have ended the backward: it goes on from the home copies.
+    // Memory that ran out may have ended the backward: it goes on from the host copies.
     const bool may_end = adversary_.freed_slots == FreedSlots::kKeepTheirBytes;
     EXPECT_TRUE(found == pins || (may_end && found == without_backward))
         << ::testing::PrintToString(found) << " instead of " << ::testing::PrintToString(pins);

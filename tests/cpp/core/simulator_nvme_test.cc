@@ -31,7 +31,7 @@ SimulatedStep simulate_stored(const Row& row, const OptimizerCost& optimizer,
 }
 
 // State of 8 bytes an element, read and written at one chunk's state in 5 s: the last gradient is
-// home at 11, then two chunks stream for 10 s each, the third is in memory.
+// on the host at 11, then two chunks stream for 10 s each, the third is in memory.
 TEST(SimulatorNvmeTest, StateIsStreamedByItsUpdate) {
   Hardware hardware = unit_hardware();
   const double state = Net::kWhole * 8.0;

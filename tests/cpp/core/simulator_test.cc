@@ -18,7 +18,7 @@ namespace {
 using namespace castor::testing;  // NOLINT(google-build-using-namespace): the words of a step
 
 // Chunk 0 arrives at 1, the others behind the compute: forward ends at 4, backward at 10, the last
-// gradient is home at 11, three updates end at 14.
+// gradient is on the host at 11, three updates end at 14.
 TEST(SimulatorTest, AmpleStepOverlapsCopiesAndUpdatesAtTheEnd) {
   const SimulatedStep step = simulate({.count = 3}, 3 * kChunk, unit_hardware(), fp32_adam());
   EXPECT_DOUBLE_EQ(step.step_seconds, 14.0);
@@ -111,7 +111,7 @@ TEST(SimulatorTest, CoresMayBoundUpdatesBelowDram) {
 }
 
 // Updates end at 1, 2, 3, so the chunks arrive at 2, 3, 4: forward ends at 5 instead of 4, and
-// nothing follows the last gradient, which is home at 12.
+// nothing follows the last gradient, which is on the host at 12.
 TEST(SimulatorTest, ForwardOverlapHidesUpdatesBehindTheNextForward) {
   const SimulatedStep step =
       simulate({.count = 3}, 3 * kChunk, unit_hardware(), fp32_adam(Overlap::kForward));

@@ -72,7 +72,7 @@ void expect_consistent(const Timeline& timeline, const Bench& bench) {
     }
   }
   EXPECT_EQ(next, timeline.transfers.size()) << "transfers come in the order of events";
-  EXPECT_EQ(slot_bytes, 0u) << "a step ends at home";
+  EXPECT_EQ(slot_bytes, 0u) << "a step ends on the host";
   EXPECT_LE(timeline.update_begin_ns, timeline.end_ns);
 }
 

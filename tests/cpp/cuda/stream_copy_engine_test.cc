@@ -419,11 +419,11 @@ TEST_F(StreamCopyEngineSourceTest, DestructionCompletesIt) {
 }
 
 // What a training step does with slots, in random order, run by streams that take turns at random:
-// compute must see what was fetched, homes must see what compute wrote.
+// compute must see what was fetched, host storage must see what compute wrote.
 TEST_F(StreamCopyEngineTest, AnyScheduleOfTheStreamsGivesTheSameValues) {
   for (unsigned seed = 0; seed < 300; ++seed) {
     std::mt19937 random(seed);
-    std::array<int, 4> host{};  // what each home holds once all is done
+    std::array<int, 4> host{};  // what each host block holds once all is done
     for (std::size_t i = 0; i < 4; ++i)
       hosts_[i].fill(host[i] = static_cast<int>(i));
     int wrong = 0;

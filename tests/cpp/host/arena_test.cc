@@ -185,7 +185,7 @@ TEST_P(ArenaTest, AChildNeitherLosesNorGivesBackWhatItDoesNotHave) {
   arena->deallocate(data, bytes);
 }
 
-/// Those whose blocks are homes. Slots are never shared.
+/// Those whose blocks are host storage. Slots are never shared.
 class SharingArenaTest : public ArenaTest {};
 
 TEST_P(SharingArenaTest, ASharedBlockIsInherited) {

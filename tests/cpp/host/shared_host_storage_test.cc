@@ -22,7 +22,7 @@
 namespace castor {
 namespace {
 
-/// Two ranks' homes of one file, in one process: mappings of their own, as in two.
+/// Two ranks' storage of one file, in one process: mappings of their own, as in two.
 class SharedHostStorageTest : public ::testing::Test {
  protected:
   static constexpr std::size_t kPages = 5000;  // more than are asked for at once

@@ -163,7 +163,8 @@ TEST_P(ChunkStreamPinTest, WhereOthersPinTheSlotsItWaitsForThem) {
 }
 
 // Who holds a slot and needs another one has to get it before who could wait holding nothing: an
-// operator's memory is short, and what leaves the device to make room is written to its home.
+// operator's memory is short, and what leaves the device to make room is written to its place on
+// the disk.
 TEST_P(ChunkStreamPinTest, WhoWaitsForSeveralKeepsNoneFromWhoPinsSome) {
   const auto bench = make_bench({}, 3);
   ChunkStream& stream = *bench->stream;

@@ -25,7 +25,8 @@ namespace {
 
 constexpr std::size_t kUnit = 64;
 
-/// The weights of one rank: homes that all share, or its own, and a device that some may be on.
+/// The weights of one rank: host storage that all share, or its own, and a device that some may be
+/// on.
 class Weights {
  public:
   Weights(std::span<const std::size_t> bytes, const SharedHostStorage* shared_storage)
@@ -54,7 +55,7 @@ class Weights {
     }
     return all;
   }
-  /// To the device, or home.
+  /// To the device, or to the host.
   void move(std::size_t chunk) {
     Payload& payload = *payloads_[chunk];
     if (payload.away()) {

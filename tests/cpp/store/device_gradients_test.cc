@@ -95,13 +95,13 @@ TEST(DeviceGradientsTest, AChunkIsCompleteWithAGradientOfEachParameter) {
   EXPECT_EQ(own.gradients.bytes_moved(), kChunk / 4);
 }
 
-TEST(DeviceGradientsTest, WhatHasComeGoesHomeAndTheRestIsLeft) {
+TEST(DeviceGradientsTest, WhatHasComeGoesToTheHostAndTheRestIsLeft) {
   Gathered own;
   ASSERT_TRUE(own.gradients.begin(chunk_id(0)));
   own.add(1, 5);
-  Bytes home(kChunk, kUnwritten);
-  own.gradients.move_to_host(chunk_id(0), [&] { return home.data(); });
-  EXPECT_EQ(home, of(0x11, 5));
+  Bytes host(kChunk, kUnwritten);
+  own.gradients.move_to_host(chunk_id(0), [&] { return host.data(); });
+  EXPECT_EQ(host, of(0x11, 5));
   EXPECT_EQ(own.gradients.bytes_moved(), kParam);
   EXPECT_FALSE(own.gradients.gathering(chunk_id(0)));
   own.gradients.move_to_host(chunk_id(0), []() -> std::byte* {
@@ -117,9 +117,9 @@ TEST(DeviceGradientsTest, AHostWithoutRoomLeavesThemOnTheDevice) {
   own.add(1, 4);
   const auto no_room = []() -> std::byte* { throw InjectedFailure("no room"); };
   EXPECT_THROW(own.gradients.move_to_host(chunk_id(0), no_room), InjectedFailure);
-  Bytes home(kChunk, kUnwritten);
-  own.gradients.move_to_host(chunk_id(0), [&] { return home.data(); });
-  EXPECT_EQ(home, of(3, 4));
+  Bytes host(kChunk, kUnwritten);
+  own.gradients.move_to_host(chunk_id(0), [&] { return host.data(); });
+  EXPECT_EQ(host, of(3, 4));
 }
 
 }  // namespace

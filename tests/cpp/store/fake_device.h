@@ -103,12 +103,12 @@ class FakeDevice final : public DeviceBackend, private DeviceKernels {
   [[nodiscard]] std::unique_ptr<ComputeFence> fence(StreamId stream) override {
     return std::make_unique<Fence>(*this, stream);
   }
-  void host_writes(std::span<const std::byte> home) override {
+  void host_writes(std::span<const std::byte> host) override {
     const std::lock_guard lock(mutex_);
     if (std::exchange(fails_, false)) {
       throw InjectedFailure("host_writes");
     }
-    host_writes_.push_back(home.data());
+    host_writes_.push_back(host.data());
   }
 
   /// Sets how lanes that are made from now on copy.
