@@ -304,11 +304,7 @@ class Booster(Checkpoints):
             )
 
     def _driver(self, optimizer: Optimizer | None, call: str) -> BoostedStep | None:
-        """A boosted optimizer's.
-
-        Raises:
-            UsageError: It is not boosted, there are several, or there is none in fp16.
-        """
+        """Returns a boosted optimizer's driver."""
         if isinstance(optimizer, Sequence):
             raise UsageError(
                 f"{call} was given {len(optimizer)} optimizers: give one of them; those of one "

@@ -366,11 +366,7 @@ class Checkpoints:
         checkpoint.wait()
 
     def _shared(self, model: nn.Module | None) -> BoostedModel | None:
-        """Returns the model's record, or the last one's, where several ranks share it.
-
-        Raises:
-            TypeError: It is no model.
-        """
+        """Returns the model's record, or the last one's, where several ranks share it."""
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
         latest = self._latest() if model is None and self._latest else model
@@ -409,11 +405,7 @@ class Checkpoints:
     def _engines(
         self, model: nn.Module | None, optimizers: Sequence[Optimizer], *, held: bool
     ) -> Sequence[Engine]:
-        """The engines of what is saved; `held`: they hold all of it while training goes on.
-
-        Raises:
-            UsageError: Something is kept by others than castor, and it is to be held.
-        """
+        """The engines of what is saved; `held`: they hold all of it while training goes on."""
         engines: list[Engine] = []
         for optimizer in optimizers:
             driver = checkpoint.driver_of(optimizer)

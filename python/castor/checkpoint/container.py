@@ -357,11 +357,7 @@ def _stored(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
 
 
 def _check_extent(path: Path, stored: dict[str, StoredTensor], base: int, size: int) -> None:
-    """Checks that tensors follow each other without gaps and end where the file does.
-
-    Raises:
-        CheckpointError: There is a gap or an overlap, or the file has another size.
-    """
+    """Checks that tensors follow each other without gaps and end where the file does."""
     end = base
     for name, tensor in sorted(stored.items(), key=lambda item: (item[1].start, item[1].end)):
         if tensor.start != end:

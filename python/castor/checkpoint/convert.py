@@ -283,11 +283,7 @@ def _without_states(contents: Contents) -> Contents:
 
 
 def _fitting(contents: Contents, to: Layout, source: Path) -> Contents:
-    """Returns the contents without the parts that a layout does not hold, and with those it needs.
-
-    Raises:
-        CheckpointError: The contents lack something that the layout needs.
-    """
+    """Returns the contents without the parts that a layout does not hold, with those it needs."""
     if to == "hf":
         if not contents.weights:
             raise CheckpointError(f"{source} has no weights, which are all that --to hf holds")

@@ -104,11 +104,7 @@ class _Reader:
         return {key: known.get(key, (key,)) for key in self._metadata.state_dict_metadata}
 
     def _check(self) -> None:
-        """Checks that all entries and boxes of tensors are there, in files that are long enough.
-
-        Raises:
-            CheckpointError: A file or a box is missing, cut short, or outside the directory.
-        """
+        """Checks that all entries and boxes of tensors are there, in files that are long enough."""
         places = self._metadata.storage_data
         sizes: dict[str, int] = {}
         for index, place in places.items():

@@ -264,9 +264,6 @@ def _check_ties(
         stored: Tensors of the files, by name.
         key_of: Key of the model for each name.
         numbers: Number of the tensor for each key of the model; tied keys have the same number.
-
-    Raises:
-        CheckpointError: The values under two names of one tensor differ.
     """
     first: dict[int, str] = {}
     for name, entry in stored.items():
@@ -387,9 +384,6 @@ def _check_packed(
         packed: See _beside_packed.
         stored: Tensors of the files, by name.
         targets: The model's tensors, by key.
-
-    Raises:
-        CheckpointError: The stored weights are not quantised, or were packed in another way.
     """
     rest = dict(stored)
     for name, beside in packed.items():

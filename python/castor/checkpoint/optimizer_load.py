@@ -203,9 +203,6 @@ def _match_groups(
         optimizer: The optimizer to load into.
         names: Names of the optimizer's parameters.
         others: Names of parameters that only other ranks have.
-
-    Raises:
-        CheckpointError: The saved groups have other parameters, or divide them in another way.
     """
     group_of = {name: i for i, group in enumerate(saved) for name in group["params"]}
     own = others.union(names.values())
@@ -244,9 +241,6 @@ def _check_kind(
 
     Optimizers with the same update rule read each other's states. Any other optimizer reads only
     states of its own class.
-
-    Raises:
-        CheckpointError: The saved state is that of another kind of optimizer.
     """
     if type(optimizer).__name__ == saved["optimizer"]:
         return
@@ -268,12 +262,7 @@ def _check_entries(
     stored: dict[str, StoredTensor],
     groups: list[dict[str, Any]],
 ) -> None:
-    """Checks the shapes of saved states, and whether the optimizer's update rule can use them.
-
-    Raises:
-        CheckpointError: A state has another shape than its parameter, belongs to no parameter of
-            the optimizer, or does not suit the rule that runs it.
-    """
+    """Checks the shapes of saved states, and whether the optimizer's update rule can use them."""
     params = {name: param for param, name in names.items()}
     driver = driver_of(optimizer)
     engines = [] if driver is None else [driver.engine]

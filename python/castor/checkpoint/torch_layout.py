@@ -150,12 +150,7 @@ def trainer_of(directory: Path) -> dict[str, Any] | None:
 
 
 def _named(document: dict[str, Any], names: Sequence[str] | None, where: str) -> dict[str, Any]:
-    """Returns the state dict with parameters' names in place of their positions.
-
-    Raises:
-        CheckpointError: It is no optimizer's state dict, or `names` are missing, superfluous or
-            not one for each parameter.
-    """
+    """Returns the state dict with parameters' names in place of their positions."""
     groups = document.get("param_groups")
     state = document.get("state")
     if not (

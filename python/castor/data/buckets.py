@@ -105,11 +105,7 @@ class Buckets:
 
 
 def _check_pad_values(given: Any) -> Mapping[str, float | None]:
-    """Returns the padding values by name; empty if None was given.
-
-    Raises:
-        TypeError: The argument is no mapping from names to numbers or None.
-    """
+    """Returns the padding values by name; empty if None was given."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):

@@ -188,11 +188,7 @@ class ContextParallel:
         return (), own
 
     def _enter_submodule(self, part: nn.Module, _args: tuple[Any, ...]) -> None:
-        """Pre-hook of a module around the blocks: if called by itself, it computes full sequences.
-
-        Raises:
-            UsageError: The module was called by itself with gradients.
-        """
+        """Pre-hook of a module around the blocks: called by itself, it computes full sequences."""
         state = self._state
         if state.unsharded or state.entered:
             return
@@ -250,11 +246,7 @@ class ContextParallel:
         return given.expand_as(counted)
 
     def _documents(self, positions: torch.Tensor, *, cached: bool) -> Documents | None:
-        """Finds the documents that are packed in each row; None: each row is one document.
-
-        Raises:
-            UsageError: There are several, and `cached` says that the model uses a cache.
-        """
+        """Finds the documents that are packed in each row; None: each row is one document."""
         documents = Documents.of(positions)
         if documents and cached:
             raise UsageError(

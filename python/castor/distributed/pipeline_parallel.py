@@ -463,11 +463,7 @@ def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> FullModel:
 
 
 def _adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Returns the tensors that PEFT writes of a full model; see FullModel.adapters.
-
-    Raises:
-        NotImplementedError: PEFT writes a tensor that is not the model's.
-    """
+    """Returns the tensors that PEFT writes of a full model; see FullModel.adapters."""
     state = model.state_dict(keep_vars=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about the file, which nothing writes here

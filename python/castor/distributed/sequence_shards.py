@@ -305,11 +305,7 @@ class NoNumbers:
 
 
 def _check_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Pre-hook of the model: refuses to give hidden states of all layers.
-
-    Raises:
-        NotImplementedError: The call asks for output_hidden_states, with gradients.
-    """
+    """Pre-hook of the model: refuses to give hidden states of all layers."""
     asked = asked_of(model, by_name(model.forward, args, kwargs), "output_hidden_states")
     if asked and torch.is_grad_enabled():
         raise NotImplementedError(

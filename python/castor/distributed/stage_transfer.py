@@ -249,11 +249,7 @@ class _WithoutHooks(nn.Module):
 
 
 def _tried(model: nn.Module, name: str, block: int, index: int) -> Router:
-    """Makes a Router by a trial run on the meta device, from the shape and type of its logits.
-
-    Raises:
-        _UnknownFormError: The router takes or gives something that castor does not know.
-    """
+    """Makes a Router by a trial run on the meta device, from the shape and type of its logits."""
     config: Any = model.config
     module = model.get_submodule(name)
     reduced = torch.bfloat16

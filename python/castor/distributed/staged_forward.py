@@ -290,11 +290,7 @@ def check_outputs(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def _check_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Checks that the cache holds keys and values only, since placeholders only count its tokens.
-
-    Raises:
-        NotImplementedError: The cache, or a type of layer, is another one.
-    """
+    """Checks that the cache holds keys and values only: placeholders only count its tokens."""
     cache = find_cache(kwargs.values())
     caches = [getattr(cache, f"{of}_attention_cache", cache) for of in ("self", "cross")]
     layers = [layer for one in caches for layer in getattr(one, "layers", ())]

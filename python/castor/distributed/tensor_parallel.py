@@ -492,11 +492,7 @@ def _gather_attentions(
     kwargs: dict[str, Any],
     output: Any,
 ) -> Any:
-    """Hook of the model: gathers attention weights of all heads, if asked for. Collective.
-
-    Raises:
-        NotImplementedError: The outputs are a tuple, so the attention weights have no name.
-    """
+    """Hook of the model: gathers attention weights of all heads, if asked for. Collective."""
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if heads is None or not asked_of(model, kwargs, "output_attentions"):
         return output

@@ -267,10 +267,6 @@ def _share_heads(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) 
     Returns:
         Whether the key-value heads were found. If so, the number of key-value heads in the
         configuration need not be a multiple of `size`.
-
-    Raises:
-        UsageError: The number of key-value heads neither divides `size` nor is a multiple of it,
-            or the query heads cannot be divided evenly.
     """
     found = False
     modules = dict(model.named_modules())
@@ -309,11 +305,7 @@ def _share_heads(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) 
 
 
 def _copies_of(heads: int, size: int, name: str) -> int:
-    """Returns the number of ranks that share each key-value head; 0: heads are not shared.
-
-    Raises:
-        UsageError: Ranks can neither divide the heads nor share them evenly.
-    """
+    """Returns the number of ranks that share each key-value head; 0: heads are not shared."""
     if heads % size == 0:
         return 0
     if size % heads == 0:
@@ -325,12 +317,7 @@ def _copies_of(heads: int, size: int, name: str) -> int:
 
 
 def _complete(model: nn.Module, plan: dict[str, tuple[str, ...]], size: int) -> None:
-    """Adds modules that transformers' plans leave out: activations and norms that see shards.
-
-    Raises:
-        NotImplementedError: A parameter beside sharded layers is not in the plan, or a style does
-            not fit.
-    """
+    """Adds modules that transformers' plans leave out: activations and norms that see shards."""
     kinds = kinds_of(plan)
     around = dict.fromkeys(name.rpartition(".")[0] for name, of in kinds.items() if of & COLUMNS)
     for name in around:

@@ -213,11 +213,7 @@ def machine(
 
 
 def _microseconds(value: object, name: str) -> float:
-    """Converts microseconds to seconds.
-
-    Raises:
-        ValueError: The value is no number above 0.
-    """
+    """Converts microseconds to seconds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name} is {value!r}; give microseconds, above 0")
     return value * 1e-6

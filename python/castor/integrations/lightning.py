@@ -300,11 +300,7 @@ def enter_trainers(settings: Mapping[str, Any]) -> None:
 
 
 def _on_castor(settings: Mapping[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """A Trainer's arguments, with castor's strategy.
-
-    Raises:
-        UsageError: They ask for another strategy, or for other devices than ranks were started.
-    """
+    """A Trainer's arguments, with castor's strategy."""
     size, here = launched_size(), ranks_of_node()
     nodes = max(1, size // here)
     strategy, options = asked.get("strategy", "auto"), {}

@@ -114,11 +114,7 @@ def _count(store: TCPStore, key: str, wanted: int, end: float) -> int:
 
 
 def _addresses(host: str, port: int, text: str) -> list[tuple[int, tuple[Any, ...]]]:
-    """Returns (family, address) of each address of a host.
-
-    Raises:
-        UsageError: This machine does not know the host.
-    """
+    """Returns (family, address) of each address of a host."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -153,11 +149,7 @@ def _in_use(port: int) -> bool:
 
 
 def _join(host: str, port: int, text: str, *, end: float, patience: float, local: bool) -> TCPStore:
-    """Connects to the store of the machine that has the host.
-
-    Raises:
-        UsageError: Nothing answers at HOST:PORT in time, or another program does.
-    """
+    """Connects to the store of the machine that has the host."""
     while True:
         try:
             socket.create_connection((host, port), timeout=_HANDSHAKE_SECONDS).close()

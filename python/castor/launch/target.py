@@ -95,11 +95,7 @@ def _module(name: str) -> list[str]:
 
 
 def _check_python(path: Path) -> None:
-    """Checks that a file is a Python program.
-
-    Raises:
-        UsageError: The file is something else.
-    """
+    """Checks that a file is a Python program."""
     what = _NO_PYTHON.get(path.suffix)
     if what is None and path.suffix != ".py":
         begin = path.read_bytes()[:4096]

@@ -276,11 +276,7 @@ def _without_none(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_entry(engine: Engine, param: torch.Tensor, entry: dict[str, Any]) -> None:
-    """Checks a state in torch's layout against the states that the rule keeps of the parameter.
-
-    Raises:
-        UsageError: See BoostedOptimizer.load_state_dict.
-    """
+    """Checks a state in torch's layout against the states that the rule keeps of the parameter."""
     rule = engine.rule
     if not entry or rule is None:
         return

@@ -152,11 +152,7 @@ class ModelStep:
         return self._scale / driver.scaled.scale
 
     def _check_scales(self) -> None:
-        """Checks that optimizers which clip together have gradients of one GradScaler scale.
-
-        Raises:
-            UsageError: Their gradients carry different scales.
-        """
+        """Checks that optimizers which clip together have gradients of one GradScaler scale."""
         scales = {driver.scaled.scale for driver in self.drivers}
         if len(scales) > 1 and (self.config.max_norm > 0 or self._in_place):
             raise UsageError(

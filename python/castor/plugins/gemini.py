@@ -47,11 +47,7 @@ from castor.runtime.tensor_types import tensor_types, warn_of_default_precision
 
 
 def _of_rank(directory: Path, groups: ParallelGroups) -> Path:
-    """Returns the directory of this rank's scratch file, and makes it; each rank has its own.
-
-    Raises:
-        IoError: The directory cannot be made.
-    """
+    """Returns the directory of this rank's scratch file, and makes it; each rank has its own."""
     if not groups.groups:
         return directory
     own = directory / f"rank{groups.rank}"
@@ -64,11 +60,7 @@ def _of_rank(directory: Path, groups: ParallelGroups) -> Path:
 
 
 def _gather_experts(config: GeminiConfig, groups: ParallelGroups) -> GatherExperts:
-    """Returns the engine's gather_experts.
-
-    Raises:
-        NotImplementedError: It is True, and several ranks train the model.
-    """
+    """Returns the engine's gather_experts."""
     if config.gather_experts is True and groups.groups:
         raise NotImplementedError(
             "gather_experts=True fetches experts from the host storage of one process, and several "

@@ -201,11 +201,7 @@ def _check_sequence_parallel(tp_size: int, sp_size: int) -> None:
 
 
 def _stages(arguments: HybridArguments) -> PipelineConfig | None:
-    """Returns the pipeline stages that the arguments ask for; None: they ask for none.
-
-    Raises:
-        ValueError: Two arguments contradict each other.
-    """
+    """Returns the pipeline stages that the arguments ask for; None: they ask for none."""
     size, style, layers = arguments.pp_size, arguments.pp_style, arguments.num_layers_per_stage
     count, rows = arguments.num_microbatches, arguments.microbatch_size
     chunks = arguments.num_model_chunks or (_STAGES_OF_A_RANK.get(style, 1) if size > 1 else 1)

@@ -61,12 +61,7 @@ class LowLevelZeroArguments(ChunkArguments):
 
 
 def _check_others(plugin: type, arguments: dict[str, Any]) -> None:
-    """Checks arguments that are none of this plugin's; see check_not_yet.
-
-    Raises:
-        TypeError: The plugin sets the argument itself, or there is no such argument.
-        NotImplementedError: An argument asks for what this version lacks.
-    """
+    """Checks arguments that are none of this plugin's; see check_not_yet."""
     for name, instead in _BY_OFFLOAD.items():
         if name in arguments:
             raise TypeError(f"LowLevelZeroPlugin has no argument {name!r}: {instead}")

@@ -97,11 +97,7 @@ def _known_device(device: str | torch.device | None) -> torch.device:
 
 
 def _own_gpu() -> int:
-    """Returns the index of this process's GPU where the user named none.
-
-    Raises:
-        UsageError: The machine has fewer GPUs than ranks.
-    """
+    """Returns the index of this process's GPU where the user named none."""
     ranks, count = ranks_of_node(), torch.cuda.device_count()
     # A script that starts its processes itself may have set the current device of each.
     if ranks == 1 or ("LOCAL_RANK" not in os.environ and torch.cuda.current_device() > 0):

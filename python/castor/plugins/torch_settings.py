@@ -122,12 +122,7 @@ class TorchPlugin:
         return loader_of_rank(dataset, place, batch_size=batch_size, **options)
 
     def _check(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Checks that this process can boost the model and its optimizers; changes nothing.
-
-        Raises:
-            UsageError: The model or an optimizer cannot be boosted.
-            NotImplementedError: An optimizer is LBFGS.
-        """
+        """Checks that this process can boost the model and its optimizers; changes nothing."""
         check_inactive()
         check_not_boosted(model)
         for optimizer in optimizers:
@@ -165,12 +160,7 @@ class TorchPlugin:
         return ranks
 
     def _device_backend(self, ranks: RankGroup | None) -> DeviceBackend:
-        """Returns torch's backend that sends memory of the ranks' GPUs. Collective.
-
-        Raises:
-            UsageError: torch has none for these GPUs, or CASTOR_DEVICE_LINK forbids it; every rank
-                raises it.
-        """
+        """Returns torch's backend that sends memory of the ranks' GPUs. Collective."""
         found = DeviceBackend.find(self.device, ranks.all_gather_object if ranks else _of_one)
         if found is None:
             missing = backend_of(self.device) is None
