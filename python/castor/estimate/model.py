@@ -130,6 +130,27 @@ class _WithoutValues(TorchFunctionMode):
 _INITIALISERS = {torch.Tensor.uniform_, torch.Tensor.normal_}
 
 
+def _on_meta(path: Path, document: dict[str, Any]) -> nn.Module:
+    """Builds the model of a config on the meta device, with tied weights."""
+    transformers = _transformers()
+    try:
+        config = transformers.AutoConfig.for_model(**document)
+        config.use_cache = False
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0  # required, but its value does not matter here
+        architecture = _class_of(transformers, document, config)
+        with torch.device("meta"), _WithoutValues():
+            model: nn.Module = architecture(config)
+        model.tie_weights()  # type: ignore[operator]
+    except Exception as error:
+        # Any exception: transformers checks few values of a config.
+        raise ValueError(
+            f"{path}: transformers {transformers.__version__} cannot build this model: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return model
+
+
 def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
     """Builds the model of a config.json in training mode on the meta device.
 
@@ -148,25 +169,7 @@ def build(path: Path, *, dtype: torch.dtype) -> nn.Module:
     """
     document = read_config(path)
     with collections_paused(), quiet():  # the model's modules are imported when it is asked for
-        transformers = _transformers()
-        try:
-            config = transformers.AutoConfig.for_model(**document)
-            config.use_cache = False
-            if (
-                config.is_encoder_decoder
-                and getattr(config, "decoder_start_token_id", None) is None
-            ):
-                config.decoder_start_token_id = 0  # required, but its value does not matter here
-            architecture = _class_of(transformers, document, config)
-            with torch.device("meta"), _WithoutValues():
-                model: nn.Module = architecture(config)
-            model.tie_weights()  # type: ignore[operator]
-        except Exception as error:
-            # Any exception: transformers checks few values of a config.
-            raise ValueError(
-                f"{path}: transformers {transformers.__version__} cannot build this model: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        model = _on_meta(path, document)
     types = tensor_types(model, dtype)
     for name, param in model.named_parameters():
         param.data = param.data.to(types.of_param(name))
@@ -195,17 +198,7 @@ def build_by_name(path: Path) -> nn.Module | None:
     if not known or document.get("auto_map") or document.get("quantization_config"):
         return None
     with quiet():
-        try:
-            config = transformers.AutoConfig.for_model(**document)
-            with torch.device("meta"), _WithoutValues():
-                model: nn.Module = _class_of(transformers, document, config)(config)
-            model.tie_weights()  # type: ignore[operator]
-        except Exception as error:
-            raise ValueError(
-                f"{path}: transformers {transformers.__version__} cannot build this model: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    return model
+        return _on_meta(path, document)
 
 
 def make_inputs(
