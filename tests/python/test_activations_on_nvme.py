@@ -113,26 +113,6 @@ def test_a_graph_is_read_twice_and_its_pages_are_free_again(tmp_path: Path) -> N
         gc.collect()
 
 
-def test_no_room_anywhere_is_an_error(tmp_path: Path) -> None:
-    case = wide()
-    boosted = boost_small(tmp_path, pages=3)
-    weights = copies(boosted.model.parameters())
-    message = r"out of nvme memory: .* of a budget of 3\.00 MiB .* in what nvme_memory has left"
-    with pytest.raises(castor.OutOfMemoryError, match=message) as caught:
-        boosted.model(**case.batch(0))
-    assert caught.value.tier == "nvme"
-    assert_equal(copies(boosted.model.parameters()), weights)
-    with pytest.raises(castor.OutOfMemoryError, match="or give nvme_path and an nvme_memory with"):
-        boost_small(None).model(**case.batch(0))
-
-
-def test_without_nvme_memory_no_space_is_taken(tmp_path: Path) -> None:
-    boosted = boost(wide().model(), activations="offload", nvme_path=tmp_path)
-    assert boosted.report().nvme_bytes == 0
-    kept = boost(wide().model(), nvme_path=tmp_path, nvme_memory="8MiB")
-    assert kept.report().nvme_bytes == 0
-
-
 @pytest.mark.parametrize(
     ("fault", "error"),
     [

@@ -134,18 +134,3 @@ def test_gradients_are_clipped_by_hand(foreach: bool | None, tmp_path: Path) -> 
         return [*norms, *copies(boosted.model.parameters())]
 
     assert_equal(run(tmp_path), run(None))
-
-
-def test_lists_of_weights_are_changed_one_by_one(tmp_path: Path) -> None:
-    def run(path: Path | None) -> list[torch.Tensor]:
-        boosted = wide(path)
-        with torch.no_grad():
-            params = list(boosted.model.parameters())
-            averages = [param.clone() for param in params]
-            torch._foreach_mul_(params, 0.5)
-            torch._foreach_lerp_(averages, params, 0.25)
-            torch._foreach_add_(params, averages, alpha=0.1)
-        go_on_wide(boosted, steps=1)
-        return [*averages, *copies(params)]
-
-    assert_equal(run(tmp_path), run(None))

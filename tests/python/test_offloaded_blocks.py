@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import castor
 from castor.activations.blocks import find_blocks
-from helpers import GIB, assert_equal, boost, copies, on_device_of, plugin, train_on
+from helpers import assert_equal, boost, copies, on_device_of, plugin, train_on
 from test_recomputed_blocks import (
     MODELS,
     SOME_MODELS,
@@ -115,18 +115,6 @@ def test_the_device_holds_two_blocks_activations_at_most(link: str) -> None:
     assert report.offloaded_activation_bytes == 0  # no step has ended
 
 
-def test_every_block_but_the_last_leaves_once_a_step() -> None:
-    case = wide()
-    boosted = boost(case.model(), activations="offload")
-    train_on(boosted, case)
-    report = boosted.report()
-    of_one = boost(case.model(), activations={"blocks.[01]": "offload"})
-    train_on(of_one, case)
-    assert report.offloaded_activation_bytes == 7 * of_one.report().offloaded_activation_bytes
-    assert (report.offloaded_blocks, of_one.report().offloaded_blocks) == (8, 2)
-    assert "8 of 8 blocks" in castor.report.summary(boosted.model)
-
-
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_training_in_a_tight_budget(link: str, overlap: str) -> None:
@@ -152,26 +140,6 @@ def test_parts_of_blocks(part: str) -> None:
     found, report = of_boosted(case, activations=f"offload:{part}")
     assert_equal(found, of_plain(case))
     assert report.offloaded_blocks == 8
-
-
-class Writing(Block):
-    """It writes to what an operator of its own has saved."""
-
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        y = self.norm(x)
-        z = y.sigmoid()
-        w = z.exp()
-        z.add_(1.0)
-        return y + w + z
-
-
-@pytest.mark.parametrize("choice", ["keep", "offload"])
-def test_writing_to_what_was_saved_raises_as_in_plain_pytorch(choice: str) -> None:
-    case = wide(Writing)
-    boosted = boost(case.model(), activations=choice)
-    loss = boosted.model(**case.batch(0))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        boosted.booster.backward(loss, boosted.optimizer)
 
 
 def test_a_parameter_written_before_backward_raises_as_in_plain_pytorch() -> None:
@@ -248,32 +216,6 @@ def test_saved_tensors_hooks_of_others_see_the_other_modules() -> None:
 
 def test_only_training_forwards_offload() -> None:
     assert_only_training_differs("offload")
-
-
-def test_batches_of_many_lengths_keep_the_buffers_of_one_in_host_memory() -> None:
-    case = wide()
-    boosted = boost(case.model(), activations="offload")
-    before = boosted.report().host_bytes
-    taken = []
-    for rows in (64, *range(40, 64)):
-        boosted.step(boosted.model(x=torch.randn(rows, 256)))
-        taken.append(boosted.report().host_bytes - before)
-    assert 0 < max(taken) <= taken[0]
-
-
-def test_host_memory_that_is_too_small_is_an_error() -> None:
-    case = wide()
-    boosted = boost(case.model(), host_memory=GIB, activations="offload")
-    needed = boosted.report().host_bytes
-    boosted = boost(case.model(), host_memory=needed + (1 << 20), activations="offload")
-    weights = copies(boosted.model.parameters())
-    with pytest.raises(
-        castor.OutOfMemoryError, match="raise host_memory, offload fewer blocks, or give"
-    ):
-        boosted.model(**case.batch(0))
-    assert_equal(copies(boosted.model.parameters()), weights)
-    boosted.model.eval()
-    boosted.model(**case.batch(0))
 
 
 def test_a_dropped_model_is_freed_and_copies_are_plain() -> None:
