@@ -104,18 +104,6 @@ def test_gradients_that_are_kept_stay_what_they_were(
                 torch.testing.assert_close(grad, of_plain, rtol=1e-2, atol=1e-6)
 
 
-def test_zeros_in_place_are_in_what_is_kept() -> None:
-    """zero_grad(set_to_none=False) writes the tensor, which whoever kept it sees."""
-    model, own, _ = boosted()
-    loss_of(model, 0).backward()
-    kept = model[0].weight.grad
-    own.zero_grad(set_to_none=False)
-    assert not kept.any()
-    loss_of(model, 1).backward()
-    assert kept is model[0].weight.grad
-    assert kept.any()
-
-
 def test_accumulation_goes_on_in_what_is_kept() -> None:
     model, _, _ = boosted()
     loss_of(model, 0).backward()
@@ -123,20 +111,6 @@ def test_accumulation_goes_on_in_what_is_kept() -> None:
     loss_of(model, 0).backward()
     assert kept is model[0].weight.grad
     torch.testing.assert_close(kept, before * 2)
-
-
-def test_a_kept_gradient_can_be_given_back() -> None:
-    plain, (model, own, _) = network(), boosted()
-    for one, stepped in ((plain, sgd(plain.parameters())), (model, own)):
-        loss_of(one, 0).backward()
-        kept = [param.grad for param in one.parameters()]
-        stepped.zero_grad()
-        loss_of(one, 1).backward()
-        for param, grad in zip(one.parameters(), kept, strict=True):
-            param.grad = grad
-        stepped.step()
-    for param, theirs in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(param, theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("content", ["states"])
@@ -151,18 +125,6 @@ def test_gradients_on_nvme_that_are_kept(content: str, tmp_path: Any) -> None:
     for one, other in zip(actual, expected, strict=True):
         for grad, of_plain in zip(one, other, strict=True):
             torch.testing.assert_close(grad, of_plain, rtol=1e-4, atol=1e-6)
-
-
-def test_nothing_is_copied_where_nobody_keeps_gradients() -> None:
-    model, own, _ = boosted()
-    places = set()
-    for seed in range(5):
-        loss_of(model, seed).backward()
-        if seed > 1:  # chunks have found their places
-            places.add(model[0].weight.grad.data_ptr())
-        own.step()
-        own.zero_grad()
-    assert len(places) == 1
 
 
 # --- what lies over a parameter's memory before boost ---------------------------------------------

@@ -3,9 +3,7 @@
 import copy
 import io
 import itertools
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -155,45 +153,6 @@ def test_reading_right_after_step_sees_the_new_values(name: str) -> None:
         assert equal(early, late)
 
 
-@OF_THE_CPU_DEVICE
-def test_waiting_for_a_tensor_leaves_the_others_pending() -> None:
-    boosted = stepped("forward")
-    first, *_, last = boosted.model.parameters()
-    assert pending(first)
-    assert pending(last)
-    first.clone()
-    assert not pending(first)
-    assert pending(last)
-    boosted.booster.report(boosted.model)
-    list(boosted.model.state_dict())
-    assert not pending(last)
-
-
-@OF_THE_CPU_DEVICE
-def test_gradients_travel_beside_backward() -> None:
-    """Five gradients of 9 MiB take 0.47 s at 100 MB/s. One at a time fits the window, so that the
-    last one is on its way when backward ends; the 0.4 s before were the link's."""
-    boosted = boost(wide(), link_bandwidth="100MB/s")
-    loss = boosted.model(data(0))
-    start = time.perf_counter()
-    boosted.booster.backward(loss, boosted.optimizer)
-    assert time.perf_counter() - start > 0.3
-    assert pending(boosted.model.layers[0].weight.grad)
-    plain = wide()
-    plain(data(0)).backward()
-    for p, expected in zip(boosted.model.parameters(), plain.parameters(), strict=True):
-        assert equal(p.grad, expected.grad)
-
-
-def test_threads_may_read_gradients_on_their_way() -> None:
-    boosted = boost(wide(), link_bandwidth="200MB/s")
-    boosted.booster.backward(boosted.model(data(0)), boosted.optimizer)
-    with ThreadPoolExecutor(4) as pool:
-        norms = list(pool.map(lambda p: p.grad.norm().item(), 4 * list(boosted.model.parameters())))
-    expected = [p.grad.norm().item() for p in boosted.model.parameters()]
-    assert norms == 4 * expected
-
-
 def clamped_by_hand(bound: float, **settings: Any) -> list[torch.Tensor]:
     boosted = boost(wide(), **settings)
     for seed in range(2):
@@ -329,24 +288,6 @@ def test_updating_in_backward_gives_the_same_weights(
         assert_same_weights(boosted.model, weights)
 
 
-@OF_THE_CPU_DEVICE
-def test_updates_run_while_backward_goes_on() -> None:
-    boosted = boost(wide(), **BACKWARD)
-    seen = []
-    first, *_, last = boosted.model.layers
-    first.weight.register_post_accumulate_grad_hook(lambda _: seen.append(pending(last.weight)))
-    boosted.booster.backward(boosted.model(data(0)), boosted.optimizer)
-    assert seen == [False], "the last layer's weight is used by the first one's input as well"
-    seen.clear()
-    boosted.optimizer.step()
-    boosted.optimizer.zero_grad()
-    third = boosted.model.layers[2]
-    second = boosted.model.layers[1]
-    second.weight.register_post_accumulate_grad_hook(lambda _: seen.append(pending(third.weight)))
-    boosted.booster.backward(boosted.model(data(0)), boosted.optimizer)
-    assert True in seen
-
-
 def backward_twice(boosted: Boosted) -> None:
     for seed in range(2):
         boosted.booster.backward(boosted.model(data(seed)), boosted.optimizer)
@@ -463,18 +404,6 @@ def test_updating_in_backward_asks_for_a_loop_that_does_not_accumulate() -> None
     )
 
 
-def test_a_skipped_step_has_no_update() -> None:
-    boosted = stepped("forward")
-    before = copies(boosted.model.parameters())
-    boosted.optimizer.zero_grad()
-    boosted.booster.backward(boosted.model(data(1)) * float("inf"), boosted.optimizer)
-    with pytest.warns(RuntimeWarning, match="skipped"):
-        boosted.optimizer.step()
-    if ON_THE_CPU_DEVICE:
-        assert not any(pending(p) for p in boosted.model.parameters())
-    assert_same_weights(boosted.model, before)
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_after_step_loses_nothing(error: type[BaseException]) -> None:
     expected = copies(stepped("none", steps=2).model.parameters())
@@ -491,16 +420,6 @@ def test_an_exception_after_step_loses_nothing(error: type[BaseException]) -> No
     boosted.booster.backward(boosted.model(data(1)), boosted.optimizer)
     boosted.optimizer.step()
     assert_same_weights(boosted.model, expected)
-
-
-def test_a_model_that_goes_away_completes_its_updates() -> None:
-    expected = copies(stepped("none").model.parameters())
-    boosted = stepped("forward")
-    held = list(boosted.model.parameters())
-    del boosted
-    if ON_THE_CPU_DEVICE:
-        assert not any(pending(p) for p in held)
-    assert all(equal(a, b) for a, b in zip(held, expected, strict=True))
 
 
 def test_a_checkpoint_right_after_step_holds_the_step(tmp_path: Path) -> None:

@@ -9,24 +9,16 @@ import torch
 from torch import nn
 
 from helpers import (
-    LR,
     ON_THE_CPU_DEVICE,
     Boosted,
-    assert_close_losses,
-    assert_close_weights,
-    beside_gradients,
     boost,
     copies,
     equal,
     losses_of_boosted,
-    losses_of_plain,
     tight_memory,
 )
 from stored_tower import WIDTH, go_on_wide, wide
-from zoo import Tower, tower, tower_batch, tower_loss
-
-# --- the reproduction -----------------------------------------------------------------------------
-
+from zoo import tower, tower_batch, tower_loss
 
 # --- every way to write ---------------------------------------------------------------------------
 
@@ -151,54 +143,6 @@ def test_a_write_on_the_device_is_kept_where_weights_are_on_nvme(name: str, tmp_
     assert_halved(boosted, lambda: boosted.model(**batch), name)
 
 
-@pytest.mark.usefixtures("same_kernels")
-@pytest.mark.parametrize("state_format", ["fp32", "split", "split_int8"])
-def test_the_master_follows_a_write_through_data(state_format: str) -> None:
-    model = tower(width=64)
-    boosted = boost(
-        model,
-        beside_gradients(40 * 2**10, model),
-        precision="bf16",
-        optim_state_format=state_format,
-        chunk_bytes=8192,
-    )
-    batch = tower_batch(0, width=64)
-    boosted.step(boosted.model(**batch))
-    with torch.no_grad():
-        boosted.model(**batch)
-        for param in boosted.model.parameters():
-            param.data.fill_(0.25)
-        boosted.model(**batch)
-    boosted.step(boosted.model(**batch))
-    for param in copies(boosted.model.parameters()):
-        # One step moves a weight by LR, and then it is rounded.
-        assert (param.float() - 0.25).abs().max() <= 1.1 * LR + 1e-3
-
-
-class Clamped(Tower):
-    """Writes to its weights in its forward, as weight clipping and normalisation do."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        for layer in self.layers:
-            layer.weight.data.clamp_(-0.1, 0.1)
-            x = torch.tanh(layer(x))
-            layer.weight.data.mul_(0.999)
-        return nn.functional.cross_entropy(self.head(x), labels)
-
-
-def clamped() -> Tower:
-    torch.manual_seed(7)
-    return Clamped()
-
-
-def test_a_write_through_data_inside_forward_is_kept() -> None:
-    plain = clamped()
-    expected = losses_of_plain(plain, tower_loss)
-    boosted = boost(clamped(), tight_memory(clamped, tower_loss))
-    assert_close_losses(losses_of_boosted(boosted, tower_loss), expected)
-    assert_close_weights(boosted.model, plain)
-
-
 # --- what does not change ---------------------------------------------------------------------
 
 
@@ -212,18 +156,6 @@ def test_data_keeps_its_own_version_counter() -> None:
     if ON_THE_CPU_DEVICE:  # torch's legacy constructor knows no key of a tensor that is watched
         assert data.new(3).shape == (3,)
     assert data.type() == torch.empty(0, device=data.device).type()
-
-
-def test_an_evaluation_without_writes_copies_nothing_back() -> None:
-    boosted = boost(tower(), tight_memory(tower, tower_loss))
-    losses_of_boosted(boosted, tower_loss, steps=2)
-    before = boosted.report().d2h_bytes
-    views = [param.data for param in boosted.model.parameters()]  # looked at, not written
-    with torch.no_grad():
-        for _ in range(3):
-            tower_loss(boosted.model, 0)
-    assert all(view.isfinite().all() for view in views)
-    assert boosted.report().d2h_bytes == before
 
 
 def test_an_operator_of_an_extension_trains_through_autograd_as_before() -> None:
