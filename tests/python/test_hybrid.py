@@ -19,7 +19,6 @@ from helpers import (
     Boosted,
     assert_boost_fails,
     assert_same_weights,
-    beside_gradients,
     boost,
     copies,
     equal,
@@ -75,12 +74,6 @@ def resident_tower(steps: int = 2, **settings: Any) -> Boosted:
 def take_of_device(model: nn.Module, size: int, *_: Any) -> None:
     """A hook, by functools.partial."""
     torch.empty(size, dtype=torch.uint8, device=engine_of(model).device)
-
-
-def tiers(boosted: Boosted) -> list[set[str]]:
-    """Where each chunk's payloads are."""
-    chunks = engine_of(boosted.model).session.chunks()
-    return [{tier for tier, _ in chunk["payloads"].values()} for chunk in chunks]
 
 
 def state_of(boosted: Boosted) -> list[torch.Tensor]:
@@ -160,42 +153,6 @@ def test_chunks_whose_state_is_on_nvme_are_not_resident(tmp_path: Path, overlap:
 
 
 # --- which chunks, and what it saves ------------------------------------------------------------
-
-
-def test_resident_chunks_do_not_cross_the_link() -> None:
-    boosted = resident_tower(link_bandwidth="1GB/s")
-    before = boosted.report()
-    boosted.step(loss_of(boosted.model, 2))
-    after = boosted.report()
-    assert (after.h2d_bytes, after.d2h_bytes) == (before.h2d_bytes, before.d2h_bytes)
-    assert after.demand_fetches == before.demand_fetches
-    assert tiers(boosted) == [{"device"}] * after.num_chunks
-    assert after.host_bytes == before.host_bytes, "the way back stays reserved"
-
-
-def test_the_gradients_that_arrive_last_come_first() -> None:
-    whole = resident_tower().report()
-    spare = boost(tower(), whole.peak_device_bytes * 2 // 3)
-    for seed in range(4):
-        spare.step(loss_of(spare.model, seed))
-    on_device = [places == {"device"} for places in tiers(spare)]
-    count = sum(on_device)
-    assert 0 < count == spare.report().resident_chunks < len(on_device)
-    assert on_device == [True] * count + [False] * (len(on_device) - count)
-
-
-@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.5, 1.0])
-def test_the_ratio_bounds_what_is_resident(ratio: float) -> None:
-    whole = resident_tower().report()
-    memory = beside_gradients(whole.peak_nonmodel_bytes + 2 * whole.resident_bytes, tower())
-    boosted = boost(tower(), memory, gpu_margin_mem_ratio=ratio)
-    for seed in range(3):
-        boosted.step(loss_of(boosted.model, seed))
-    report = boosted.report()
-    bound = ratio * (memory - report.peak_nonmodel_bytes)
-    assert report.resident_bytes <= bound
-    assert (report.resident_chunks == report.num_chunks) == (ratio >= 0.5)
-    assert (report.resident_chunks == 0) == (ratio == 0.0)
 
 
 @pytest.mark.parametrize("policy", ["cpu", "cuda", "static"])
@@ -340,26 +297,6 @@ def test_memory_that_is_needed_after_all_comes_back(phase: str, settings: dict[s
     assert_same(boosted, stays)
     after = boosted.report()
     assert after.d2h_bytes > after.num_chunks * after.chunk_bytes, "it did go to the host"
-
-
-def test_longer_batches_evict_resident_chunks_once() -> None:
-    short = resident_tower(steps=4).report()
-    memory = short.peak_device_bytes
-
-    def run(**settings: Any) -> tuple[Boosted, list[float], list[int]]:
-        boosted, losses, resident = boost(tower(), memory, **settings), [], []
-        for seed, rows in enumerate([8, 8, 8, 32, 32, 8, 32, 16, 32]):
-            losses.append(boosted.step(loss_of(boosted.model, seed, rows)))
-            resident.append(boosted.report().resident_chunks)
-        return boosted, losses, resident
-
-    boosted, losses, resident = run()  # by itself: what others take of a GPU counts there
-    stays, expected, _ = run(**STAY)
-    assert losses == expected
-    assert_same(boosted, stays)
-    assert resident[2] == short.num_chunks
-    assert 0 < resident[-1] < short.num_chunks
-    assert len(set(resident[4:])) == 1, "one peak is enough to learn from"
 
 
 def test_an_error_that_streaming_gives_is_the_same_error() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import kl_div, log_softmax, logsigmoid
+from torch.nn.functional import log_softmax, logsigmoid
 
 import castor
 from helpers import (
@@ -78,14 +78,6 @@ def in_turn(policy: nn.Module, reference: nn.Module, seed: int) -> torch.Tensor:
         own.append(log_probs(policy, ids))
         other.append(reference_log_probs(reference, ids))
     return of_ratios(own, other)
-
-
-def distilled(student: nn.Module, teacher: nn.Module, seed: int) -> torch.Tensor:
-    ids = tokens(seed)[0]
-    with torch.no_grad():
-        target = log_softmax(teacher(input_ids=ids).logits, -1)
-    own = log_softmax(student(input_ids=ids).logits, -1)
-    return kl_div(own, target, reduction="batchmean", log_target=True)
 
 
 def frozen(model: nn.Module) -> nn.Module:
@@ -223,14 +215,6 @@ def test_preferences_are_learned_in_less(policy: str, fraction: float) -> None:
     shared, models = assert_trains_in(fraction, pair, policy_first, placement_policy=policy)
     if ON_THE_CPU_DEVICE:  # elsewhere the room is larger the later streams free what they used
         assert all(shared.booster.report(model).evictions > 0 for model in models)
-
-
-def test_a_student_learns_from_a_teacher_three_times_its_size() -> None:
-    def pair() -> tuple[nn.Module, nn.Module]:
-        torch.manual_seed(7)
-        return llama(layers=2), frozen(llama(layers=6))
-
-    assert_trains_in(0.6, pair, distilled)
 
 
 def test_where_there_is_room_both_stay() -> None:
@@ -463,64 +447,6 @@ def test_a_device_too_small_names_both() -> None:
     gc.collect()
     policy.zero_grad()
     shared_step(shared, policy, 0)
-
-
-def test_a_model_that_is_alone_names_no_other() -> None:
-    boosted = boost(tower(), "60KiB")
-    with pytest.raises(castor.OutOfMemoryError) as no:
-        boosted.model(torch.ones(4096, 32))
-    assert "share this budget" not in str(no.value)
-
-
-def test_a_model_that_is_gone_gives_its_memory_back() -> None:
-    _, (shared, pair) = shared_towers("1MiB")
-    policy, reference = pair
-    with torch.no_grad():
-        tower_loss(reference, 0)
-    weight = reference.layers[0].weight
-    value = weight.clone()
-    both = shared.device_bytes()
-    host = shared.booster.memory(policy).host_bytes
-    shared.models.remove(reference)
-    del pair, reference
-    gc.collect()
-    assert shared.device_bytes() < both
-    assert shared.booster.memory(policy).host_bytes == host
-    assert equal(weight, value), "a tensor that somebody kept is theirs"
-    shared_step(shared, policy, 0)
-
-
-def test_resident_chunks_give_way_to_a_model_that_joins() -> None:
-    torch.manual_seed(3)
-    plain = [tower(), frozen(tower())]
-    policy, reference = copy.deepcopy(plain)
-    expected = losses_of_plain(plain[0], tower_loss, steps=8)
-    shared: Any = Shared("500KiB")
-    shared.optimizer = torch.optim.AdamW(policy.parameters(), lr=LR)
-    shared.boost(policy, shared.optimizer)
-    seen = [shared_step(shared, policy, seed) for seed in range(4)]
-    before = shared.booster.report(policy)
-    assert before.resident_bytes > 0
-    shared.boost(reference)
-    for seed in range(4, 8):
-        with torch.no_grad():
-            assert equal(tower_loss(reference, seed), tower_loss(plain[1], seed))
-        seen.append(shared_step(shared, policy, seed))
-    assert_close_losses(seen, expected)
-    shared.check()
-
-
-def test_plans_settle() -> None:
-    """The other model's memory does not make a model plan again at each step."""
-    _, (shared, (policy, reference)) = shared_towers("45KiB")
-    plans = []
-    for seed in range(10):
-        with torch.no_grad():
-            kept = tower_loss(reference, seed)
-        shared_step(shared, policy, seed)
-        del kept
-        plans.append(shared.booster.report(policy).plans)
-    assert plans[-1] == plans[4]
 
 
 def test_plugins_of_their_own_share_nothing() -> None:
