@@ -99,21 +99,6 @@ def test_schedulers_and_groups_are_torchs(tmp_path: Path) -> None:
     assert set(optimizer.state) == {p for p in model.parameters() if p.ndim > 1}
 
 
-def test_a_group_may_get_a_momentum_later_and_lose_it_again() -> None:
-    """torch begins a buffer with the gradient at the first step that has a momentum."""
-    plain, model = tower(), tower()
-    own, optimizer = (
-        SGD([*groups_of(one)[:1], {**groups_of(one)[1], "dampening": 0.5}], lr=0.1)
-        for one in (plain, model)
-    )
-    boosted = boost(model, optimizer=optimizer)
-    for step, momentum in enumerate([0.0, 0.8, 0.8, 0.0, 0.8]):
-        for one in (own, optimizer):
-            one.param_groups[1]["momentum"] = momentum
-        assert go_on(boosted, step, 1) == plain_steps(plain, own, step, 1)
-    assert_same_as(boosted, plain, own)
-
-
 @pytest.mark.parametrize("name", ["plain", "nesterov", "lion"])
 @pytest.mark.parametrize(
     ("precision", "state_format"), [("bf16", "fp32"), ("bf16", "split"), ("fp16", "fp32")]
