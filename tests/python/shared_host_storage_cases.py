@@ -236,14 +236,6 @@ def staged(_: Path) -> None:
         print(max(seen), after, len(seen), DEEP * WIDE_LAYER)
 
 
-def apart_without_room(_: Path) -> None:
-    """Gradients of a pass that is not synchronised stay each rank's own."""
-    with _of_rank() as rank:
-        booster, model, optimizer = _boost_deep()
-        with booster.no_sync(model):
-            print(_refused(lambda: booster.backward(_deep_loss(model, rank, rank), optimizer)))
-
-
 def clips(_: Path) -> None:
     """Prints what clipping in place costs this rank, its copies, and those of the next pass."""
     with _of_rank() as rank:

@@ -33,7 +33,7 @@ from rank_cases import (
     train,
 )
 from simulated import compute_as_asked
-from zoo import tower, tower_batch, tower_loss
+from zoo import tower, tower_batch
 
 TIGHT = EXACT["tight"]
 STREAMED = some({
@@ -267,32 +267,6 @@ def _reading_gradients(model: nn.Module) -> Iterator[list[int]]:
             done.result()
 
 
-def slow_reader(_: Path) -> None:
-    """Another thread is within an operator on a gradient when that is reduced, and calls more."""
-    begun = threading.Event()
-
-    def slowly(gradient: torch.Tensor) -> torch.Tensor:
-        begun.set()
-        time.sleep(1)
-        return gradient.sum()
-
-    library = torch.library.Library("castor_slow_reader", "DEF")
-    library.define("slowly(Tensor gradient) -> Tensor")
-    library.impl("slowly", slowly, "CompositeImplicitAutograd")
-    found = []
-    with _over_the_group() as rank, ThreadPoolExecutor(1) as reader:
-        for reads in (False, True):
-            boosted = boost(staged(TIGHT, 2))
-            boosted.booster.backward(_tower_loss(boosted.model, 0, rank), boosted.optimizer)
-            if reads:
-                slow = torch.ops.castor_slow_reader.slowly
-                reading = reader.submit(slow, next(boosted.model.parameters()).grad)
-                begun.wait()
-            boosted.booster.backward(_tower_loss(boosted.model, 1, rank), boosted.optimizer)
-            found.append(next(boosted.model.parameters()).grad.clone())
-        print(torch.equal(*found), reading.result().isfinite().item())
-
-
 def _overflow_on_one(rank: int) -> str:
     boosted = boost(staged(TIGHT, 3), precision="fp16")
     batch = tower_batch(0)
@@ -313,22 +287,6 @@ def _no_sync_without_room(rank: int) -> str:
     with boosted.booster.no_sync(boosted.model):
         loss = _tower_loss(boosted.model, 1, rank)
         return _refused(lambda: boosted.booster.backward(loss, boosted.optimizer))
-
-
-def alone(_: Path) -> None:
-    """Rank 0 evaluates, reads and copies weights between steps while rank 1 does nothing."""
-    with _over_the_group() as rank:
-        boosted = boost(staged(TIGHT, 3))
-        for step in range(3):
-            boosted.step(_tower_loss(boosted.model, step, 0))
-            if rank == 0:
-                with torch.no_grad():
-                    loss = tower_loss(boosted.model, 9)
-                state = {name: value.clone() for name, value in boosted.model.state_dict().items()}
-                plain = tower()
-                plain.load_state_dict(state)
-                print(torch.equal(loss, tower_loss(plain, 9)))
-            distributed.barrier()
 
 
 def refused(_: Path) -> None:
@@ -424,22 +382,6 @@ def lose_rank_1(directory: Path, case: RankCase) -> None:
             boosted.model.layers[3].register_full_backward_hook(die)
         print(_refused(lambda: boosted.step(_tower_loss(boosted.model, 1, rank))))
         boosted.model(**tower_batch(1))
-
-
-def one_ends(_: Path) -> None:
-    """Rank 1 lets go of its model where rank 0 still reads."""
-    with _over_the_group() as rank:
-        boosted: Any = boost(staged(TIGHT, 3))
-        boosted.step(_tower_loss(boosted.model, 0, rank))
-        distributed.barrier()
-        if rank == 1:
-            begun = time.monotonic()
-            del boosted
-            print(time.monotonic() - begun < 30)
-        else:
-            time.sleep(0.5)
-            print(boosted.model(**tower_batch(1)).isfinite().item())
-            del boosted
 
 
 if __name__ == "__main__":
