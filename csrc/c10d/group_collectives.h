@@ -31,6 +31,9 @@ class GroupCollectives final : public Collectives {
   [[nodiscard]] std::size_t rank() const noexcept override;
   [[nodiscard]] std::size_t size() const noexcept override;
   [[nodiscard]] std::string name() const override { return place_->name(); }
+  [[nodiscard]] std::string name_of(std::size_t rank) const override {
+    return place_->name_of(rank);
+  }
   [[nodiscard]] std::string description() const override;
   void all_gather(std::span<const std::byte> own, std::span<std::byte> all) override;
   void all_to_all(std::span<const std::byte> sent, std::span<std::byte> received) override;

@@ -48,6 +48,8 @@ class Collectives {
   /// Returns this rank's name for messages: "rank 1 of 4". Numbers are those of the run where this
   /// object knows them, else those of the group.
   [[nodiscard]] virtual std::string name() const;
+  /// Returns the name of a rank of this group, numbered likewise: "rank 3".
+  [[nodiscard]] virtual std::string name_of(std::size_t rank) const;
   /// Returns a description for reports: "gloo".
   [[nodiscard]] virtual std::string description() const = 0;
 

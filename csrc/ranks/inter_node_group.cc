@@ -11,9 +11,9 @@ auto InterNodeGroup::with(std::size_t rank, const Call& call) const {
   } catch (const Error& error) {
     const std::string ended = ranks_.node()->ended();
     ranks_.leave();
-    throw lost_ranks(ranks_, !ended.empty() ? ended
-                                            : "rank " + std::to_string(rank) +
-                                                  ", on another machine: " + error.what());
+    throw lost_ranks(ranks_, !ended.empty()
+                                 ? ended
+                                 : ranks_.name_of(rank) + ", on another machine: " + error.what());
   }
 }
 

@@ -28,6 +28,9 @@ class NodeCollectives final : public Collectives {
   [[nodiscard]] std::size_t rank() const noexcept override { return group_->rank(); }
   [[nodiscard]] std::size_t size() const noexcept override { return group_->size(); }
   [[nodiscard]] std::string name() const override { return group_->name(); }
+  [[nodiscard]] std::string name_of(std::size_t rank) const override {
+    return group_->name_of(rank);
+  }
   [[nodiscard]] std::string description() const override;
   [[nodiscard]] Collectives* node() noexcept override { return node_.get(); }
   [[nodiscard]] RankMessages* messages() noexcept override { return messages_.get(); }

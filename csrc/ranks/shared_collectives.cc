@@ -81,6 +81,10 @@ class MemoryRanks final : public Collectives {
   [[nodiscard]] std::size_t rank() const noexcept override { return rank_; }
   [[nodiscard]] std::size_t size() const noexcept override { return size_; }
   [[nodiscard]] std::string name() const override { return place_->name(); }
+  [[nodiscard]] std::string name_of(std::size_t rank) const override {
+    return place_->name_of(first_ + rank) + " (process " + std::to_string(peers_[rank].process) +
+           ")";
+  }
   [[nodiscard]] std::string description() const override {
     return "memory that the ranks of this machine share";
   }
@@ -247,11 +251,6 @@ class MemoryRanks final : public Collectives {
   [[nodiscard]] bool here(std::size_t rank, std::uint32_t round) const {
     return header().met[rank].load(std::memory_order_relaxed) == round + 1;
   }
-  [[nodiscard]] std::string name_of(std::size_t rank) const {
-    return place_->name_of(first_ + rank) + " (process " + std::to_string(peers_[rank].process) +
-           ")";
-  }
-
   [[nodiscard]] bool has_exited(std::size_t rank) const {
     pollfd ended{.fd = peers_[rank].ended.get(), .events = POLLIN, .revents = 0};
     return ::poll(&ended, 1, 0) > 0;

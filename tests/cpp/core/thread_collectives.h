@@ -62,6 +62,10 @@ class ThreadRanks {
 
     [[nodiscard]] std::size_t rank() const noexcept override { return rank_; }
     [[nodiscard]] std::size_t size() const noexcept override { return ranks_.size_; }
+    /// The ranks have other numbers in the run than in this group.
+    [[nodiscard]] std::string name_of(std::size_t rank) const override {
+      return "rank " + std::to_string(100 + rank);
+    }
 
     [[nodiscard]] std::string description() const override { return "threads"; }
     [[nodiscard]] Collectives* node() noexcept override { return this; }

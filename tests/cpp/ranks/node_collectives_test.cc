@@ -49,7 +49,7 @@ TEST_P(NodeCollectivesTest, RanksGatherInTheOrderOfAll) {
 }
 
 // Nobody comes from one machine any more: each of the other's ranks is told, also those whose
-// peer has sent what it had.
+// peer has sent what it had. Who waited for the one that ended names it as the run does.
 TEST_P(NodeCollectivesTest, ARankThatEndsTakesItsMachineAlong) {
   ThreadRanks threads(GetParam().ranks, 3);
   ThreadMessages messages(GetParam().ranks);
@@ -68,6 +68,12 @@ TEST_P(NodeCollectivesTest, ARankThatEndsTakesItsMachineAlong) {
   for (std::size_t rank = 0; rank < last; ++rank) {
     EXPECT_NE(threads.failures()[rank].find(" lost the others: rank "), std::string::npos)
         << threads.failures()[rank];
+    const std::size_t of_machine = GetParam().ranks / GetParam().nodes;
+    if (rank % of_machine == last % of_machine) {
+      const std::string named = "rank " + std::to_string(100 + last) + ", on another machine";
+      EXPECT_NE(threads.failures()[rank].find(named), std::string::npos)
+          << threads.failures()[rank];
+    }
   }
 }
 
