@@ -27,9 +27,18 @@ std::vector<std::size_t> numbers_of(c10d::Backend& backend) {
   return {numbers.begin(), numbers.end()};
 }
 
-c10::intrusive_ptr<c10d::Backend> backend_for(const std::string& group, c10::DeviceType type) {
+c10::intrusive_ptr<c10d::ProcessGroup> process_group(const std::string& name) {
   try {
-    return c10d::resolve_process_group(group)->getBackend(type);
+    return c10d::resolve_process_group(name);
+  } catch (const std::exception& error) {
+    throw UsageError("there is no process group '" + name + "': " + without_places(error));
+  }
+}
+
+c10::intrusive_ptr<c10d::Backend> backend_for(const std::string& group, c10::DeviceType type) {
+  const c10::intrusive_ptr<c10d::ProcessGroup> found = process_group(group);
+  try {
+    return found->getBackend(type);
   } catch (const std::exception& error) {
     throw UsageError("the process group '" + group + "' cannot send memory of a device of type " +
                      c10::DeviceTypeName(type, /*lower_case=*/true) + ": " + without_places(error) +

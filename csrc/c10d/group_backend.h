@@ -4,6 +4,7 @@
 #include <c10/core/DeviceType.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
 #include <cstddef>
@@ -14,9 +15,12 @@
 
 namespace castor {
 
-/// Returns the backend that moves host memory in a process group of torch.distributed, given by its
-/// name. castor calls the backend itself and not torch's operators, which tools that watch the
-/// user's operators would see. Throws UsageError where there is no such group, or no such backend.
+/// Returns a process group of torch.distributed, given by its name. Throws UsageError where there
+/// is none.
+[[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> process_group(const std::string& name);
+/// Returns the backend that moves host memory in such a group. castor calls the backend itself and
+/// not torch's operators, which tools that watch the user's operators would see. Throws UsageError
+/// where there is no such group, or no such backend.
 [[nodiscard]] c10::intrusive_ptr<c10d::Backend> host_backend(const std::string& group);
 /// Same, but returns the backend that moves memory of devices of a type.
 [[nodiscard]] c10::intrusive_ptr<c10d::Backend> backend_for(const std::string& group,

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <unistd.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -93,14 +92,6 @@ struct Heartbeats::Thread {
 
 namespace {
 
-c10::intrusive_ptr<c10d::ProcessGroup> group_of(const std::string& name) {
-  try {
-    return c10d::resolve_process_group(name);
-  } catch (const std::exception& error) {
-    throw UsageError("there is no process group '" + name + "': " + without_places(error));
-  }
-}
-
 c10::intrusive_ptr<c10d::Store> own_connection(const c10d::ProcessGroup& group) {
   try {
     const c10::intrusive_ptr<c10d::Store> shared = group.getStore();
@@ -129,8 +120,8 @@ std::shared_ptr<RankHealth> health_of(const c10d::ProcessGroup& group,
 
 Heartbeats::Heartbeats(const Options& options, std::shared_ptr<RankWaits> waits)
     : waits_(std::move(waits)),
-      health_(health_of(*group_of(options.group), options)),
-      thread_(std::make_shared<Thread>(own_connection(*group_of(options.group)), health_)) {
+      health_(health_of(*process_group(options.group), options)),
+      thread_(std::make_shared<Thread>(own_connection(*process_group(options.group)), health_)) {
   std::thread([thread = thread_] { thread->run(); }).detach();
   waits_->set_health(health_);
 }
