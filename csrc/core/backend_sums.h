@@ -44,4 +44,9 @@ class BackendSums {
   virtual void leave() noexcept = 0;
 };
 
+/// Returns who adds up, given the sums of a process group's backend or nullptr.
+[[nodiscard]] inline Reduction reduction_of(const BackendSums* sums) noexcept {
+  return sums == nullptr ? Reduction::kOrdered : Reduction::kBackend;
+}
+
 }  // namespace castor

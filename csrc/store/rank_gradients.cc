@@ -43,7 +43,7 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr
                  host.allocate(RankReduction::window_bytes(
                                    largest_gradients(layout), ranks_->size(),
                                    shared_storage_ == nullptr ? 1 : ranks_->node()->size(),
-                                   sums_ ? Reduction::kBackend : Reduction::kOrdered),
+                                   reduction_of(sums_.get())),
                                "gradients pass through it from rank to rank; raise host_memory"),
                  figures_, std::move(places.staging), sums_.get()),
       handed_(layout.chunks().size(), false),
