@@ -80,7 +80,7 @@ endfunction()
 function(castor_link_torch_copies target)
   set(sources "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../csrc/torch")
   target_sources(${target} PRIVATE "${sources}/chunk_storages.cc" "${sources}/param_storages.cc"
-                                   "${sources}/storage_writes.cc")
+                                   "${sources}/storage_writes.cc" "${sources}/../store/memory_writes.cc")
   target_include_directories(
     ${target} SYSTEM PRIVATE $<TARGET_PROPERTY:castor::torch,INTERFACE_INCLUDE_DIRECTORIES>)
   target_compile_definitions(

@@ -267,7 +267,6 @@ void ChunkStorages::watch(std::span<const at::Tensor> params) {
              [&](const c10::Storage& storage) { of_chunk.push_back(storage); });
     writes_.push_back(std::make_unique<StorageWrites>(of_chunk));
   }
-  written_.assign(writes_.size(), false);
   for (std::size_t i = 0; i < params.size(); ++i) {
     const ChunkId chunk = layout_.place(ParamId{static_cast<std::uint32_t>(i)}).chunk;
     writes_[index(chunk)]->follow(params[i]);
@@ -308,17 +307,10 @@ void ChunkStorages::copy_on_device(std::span<const std::byte> source, std::byte*
   bytes_at(target, source.size(), device_).copy_(bytes_at(source.data(), source.size(), device_));
 }
 
-void ChunkStorages::snapshot(ChunkId chunk) noexcept {
-  StorageWrites& writes = *writes_[index(chunk)];
-  written_[index(chunk)] = written_[index(chunk)] || writes.since_snapshot();
-  writes.snapshot();
-}
+void ChunkStorages::snapshot(ChunkId chunk) noexcept { writes_[index(chunk)]->snapshot(); }
 
 bool ChunkStorages::take_written(ChunkId chunk) noexcept {
-  snapshot(chunk);
-  const bool written = written_[index(chunk)];
-  written_[index(chunk)] = false;
-  return written;
+  return writes_[index(chunk)]->take_written();
 }
 
 bool ChunkStorages::written_since_snapshot(ChunkId chunk) const noexcept {

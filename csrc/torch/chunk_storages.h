@@ -167,7 +167,6 @@ class ChunkStorages final : public ParamBinder, public AddressFollower {
   const c10::Device device_;
   ParamStorages storages_;
   std::vector<std::unique_ptr<StorageWrites>> writes_;  // per chunk; empty before watch()
-  std::vector<bool> written_;  // per chunk: before the last snapshot, after take_written()
   WriteBack on_write_back_;
 };
 

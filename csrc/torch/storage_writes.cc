@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "core/error.h"
 #include "core/mutex.h"
@@ -19,78 +21,67 @@
 #include "torch/uses.h"
 
 namespace castor {
+namespace {
 
-/// Whose writes are asked for, by storage. Thread-safe.
-class WatchedWrites {
+/// Writes by one tensor and all that share its version counter.
+class CountedWrites final : public WriteSign {
  public:
-  static WatchedWrites& instance() {
-    static WatchedWrites& watched = *new WatchedWrites;  // tensors may outlive static objects
-    return watched;
+  explicit CountedWrites(const c10::VariableVersion& version)
+      : version_(version), at_mark_(version.current_version()) {}
+
+  [[nodiscard]] bool changed() const noexcept override {
+    return version_.current_version() != at_mark_;
   }
-  [[nodiscard]] Mutex& mutex() noexcept { return mutex_; }
-  void add(StorageWrites& writes) {
-    const MutexLock lock(mutex_);
-    for (const c10::StorageImpl* const storage : writes.storages_) {
-      by_storage_[storage] = &writes;
-    }
-  }
-  void remove(const StorageWrites& writes) {
-    const MutexLock lock(mutex_);
-    for (const c10::StorageImpl* const storage : writes.storages_) {
-      by_storage_.erase(storage);
-    }
-  }
-  /// Chunks' storages are not resizable, nearly all others are.
-  [[nodiscard]] static bool may_hold(const at::TensorBase& tensor) {
-    return tensor.defined() && tensor.has_storage() && !tensor.storage().resizable();
-  }
-  void follow(const at::TensorBase& tensor) {
-    if (!may_hold(tensor)) {
-      return;
-    }
-    const MutexLock lock(mutex_);
-    if (StorageWrites* const writes = find(tensor.storage().unsafeGetStorageImpl())) {
-      writes->follow_locked(tensor);
-    }
-  }
-  [[nodiscard]] bool watches(const c10::StorageImpl* storage) noexcept {
-    const MutexLock lock(mutex_);
-    return find(storage) != nullptr;
-  }
-  void replace(StorageWrites& writes, const c10::StorageImpl* storage,
-               const c10::StorageImpl* other) {
-    const MutexLock lock(mutex_);
-    by_storage_.erase(storage);
-    by_storage_[other] = &writes;
-    std::replace(writes.storages_.begin(), writes.storages_.end(), storage, other);
-    std::erase_if(writes.distrusted_,
-                  [storage](const auto& entry) { return entry.storage == storage; });
-  }
-  void note(const c10::StorageImpl* storage) noexcept {
-    const MutexLock lock(mutex_);
-    if (StorageWrites* const writes = find(storage)) {
-      writes->written_ = true;
-    }
-  }
+  [[nodiscard]] bool gone() const noexcept override { return version_.unique(); }
+  void mark() noexcept override { at_mark_ = version_.current_version(); }
 
  private:
-  [[nodiscard]] StorageWrites* find(const c10::StorageImpl* storage) noexcept
-      CASTOR_REQUIRES(mutex_) {
-    const auto found = by_storage_.find(storage);
-    return found == by_storage_.end() ? nullptr : found->second;
-  }
-
-  Mutex mutex_;  // guards what by_storage_ points at, too
-  std::unordered_map<const c10::StorageImpl*, StorageWrites*> by_storage_ CASTOR_GUARDED_BY(mutex_);
+  const c10::VariableVersion version_;
+  std::uint32_t at_mark_;
 };
 
-namespace {
+/// Writes that nothing counts: there may be some as long as somebody is there who could write.
+class UncountedWrites final : public WriteSign {
+ public:
+  explicit UncountedWrites(std::function<bool()> gone) : gone_(std::move(gone)) {}
+
+  [[nodiscard]] bool changed() const noexcept override { return true; }
+  [[nodiscard]] bool gone() const noexcept override { return gone_(); }
+  void mark() noexcept override {}
+
+ private:
+  const std::function<bool()> gone_;
+};
+
+std::unique_ptr<WriteSign> writes_of(const at::TensorBase& tensor) {
+  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  if (counter.enabled()) {
+    return std::make_unique<CountedWrites>(counter);
+  }
+  return std::make_unique<UncountedWrites>(  // made in inference mode
+      [made = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr())] {
+        return made.expired();
+      });
+}
+
+const void* address_of(const c10::Storage& storage) { return storage.unsafeGetStorageImpl(); }
+
+/// Chunks' storages are not resizable, nearly all others are.
+bool may_be_watched(const at::TensorBase& tensor) {
+  return tensor.defined() && tensor.has_storage() && !tensor.storage().resizable();
+}
+
+void follow_new(const at::TensorBase& tensor) {
+  if (may_be_watched(tensor)) {
+    MemoryWrites::follow_at(address_of(tensor.storage()), [&] { return writes_of(tensor); });
+  }
+}
 
 std::atomic<BeforeData> before_data = nullptr;
 std::atomic<std::uint64_t> given_memory = 0;
 
 void count_given_memory(const at::TensorBase& before) noexcept {
-  if (WatchedWrites::may_hold(before)) {
+  if (may_be_watched(before)) {
     given_memory.fetch_add(1, std::memory_order_relaxed);  // who looks was told, or is this thread
   }
 }
@@ -106,13 +97,13 @@ class FollowingHooks : public at::impl::VariableHooksInterface {
       call(tensor);
     }
     at::TensorBase made = torchs_.variable_data(tensor);
-    WatchedWrites::instance().follow(made);
+    follow_new(made);
     return made;
   }
   void set_data(const at::TensorBase& tensor, const at::TensorBase& data) const override {
     count_given_memory(tensor);
     torchs_.set_data(tensor, data);
-    WatchedWrites::instance().follow(tensor);
+    follow_new(tensor);
   }
 
   // As they are.
@@ -212,7 +203,7 @@ class Written {
   }
   ~Written() {
     for (const c10::Storage& storage : storages_) {
-      WatchedWrites::instance().note(storage.unsafeGetStorageImpl());
+      MemoryWrites::note_at(address_of(storage));
     }
   }
   Written(const Written&) = delete;
@@ -220,7 +211,7 @@ class Written {
 
  private:
   void add(const at::Tensor& tensor) {
-    if (WatchedWrites::may_hold(tensor)) {
+    if (may_be_watched(tensor)) {
       storages_.push_back(tensor.storage());
     }
   }
@@ -238,7 +229,7 @@ void follow_result(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                    ::torch::jit::Stack* stack) {
   count_given_memory(::torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor());
   call_next(op, keys, stack);
-  WatchedWrites::instance().follow(::torch::jit::peek(*stack, 0, 1).toTensor());
+  follow_new(::torch::jit::peek(*stack, 0, 1).toTensor());
 }
 
 /// Gives operators the kernels above: those that torch knows, and those that it gets to know.
@@ -325,6 +316,17 @@ class Operators final : public c10::OpRegistrationListener {
   std::atomic<bool> any_new_ = false;
 };
 
+std::vector<const void*> addresses_of(std::span<const c10::Storage> storages) {
+  std::vector<const void*> addresses;
+  for (const c10::Storage& storage : storages) {
+    if (storage.resizable()) {
+      throw InvalidArgument("a storage whose writes are watched may not be resizable");
+    }
+    addresses.push_back(address_of(storage));
+  }
+  return addresses;
+}
+
 void install_hooks() {
   static const bool installed = [] {
     static auto& hooks = *new FollowingHooks(*at::impl::GetVariableHooks());
@@ -343,86 +345,28 @@ void set_before_data(BeforeData call) {
   install_hooks();
 }
 
-StorageWrites::StorageWrites(std::span<const c10::Storage> storages) {
-  for (const c10::Storage& storage : storages) {
-    if (storage.resizable()) {
-      throw InvalidArgument("a storage whose writes are watched may not be resizable");
-    }
-    storages_.push_back(storage.unsafeGetStorageImpl());
-  }
+StorageWrites::StorageWrites(std::span<const c10::Storage> storages)
+    : MemoryWrites(addresses_of(storages)) {
   install_hooks();
   notice_new_operators();
-  WatchedWrites::instance().add(*this);
 }
-
-StorageWrites::~StorageWrites() { WatchedWrites::instance().remove(*this); }
 
 void StorageWrites::follow(const at::TensorBase& tensor) {
-  const MutexLock lock(WatchedWrites::instance().mutex());
-  follow_locked(tensor);
+  MemoryWrites::follow(writes_of(tensor));
 }
-
-void StorageWrites::follow_locked(const at::TensorBase& tensor) {
-  if (counters_.size() + uncounted_.size() >= prune_at_) {
-    prune();
-    prune_at_ = 2 * (counters_.size() + uncounted_.size()) + 16;
-  }
-  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
-  if (counter.enabled()) {
-    counters_.push_back({counter, counter.current_version()});
-  } else {
-    uncounted_.emplace_back(tensor.getIntrusivePtr());
-  }
-}
-
-void StorageWrites::prune() noexcept {
-  std::erase_if(counters_, [this](const Counter& counter) {
-    const bool gone = counter.version.unique();
-    written_ = written_ || (gone && counter.changed());
-    return gone;
-  });
-  written_ = std::erase_if(uncounted_, [](const auto& tensor) { return tensor.expired(); }) > 0 ||
-             written_;
-}
-
-bool is_watched(const c10::Storage& storage) {
-  return WatchedWrites::instance().watches(storage.unsafeGetStorageImpl());
-}
-
-std::uint64_t num_given_memory() noexcept { return given_memory.load(std::memory_order_relaxed); }
 
 void StorageWrites::replace(const c10::Storage& storage, const c10::Storage& other) {
-  WatchedWrites::instance().replace(*this, storage.unsafeGetStorageImpl(),
-                                    other.unsafeGetStorageImpl());
+  MemoryWrites::replace(address_of(storage), address_of(other));
 }
 
 void StorageWrites::distrust(const c10::Storage& storage, std::size_t uses) {
-  const MutexLock lock(WatchedWrites::instance().mutex());
-  distrusted_.push_back({storage.unsafeGetStorageImpl(), uses});
+  MemoryWrites::follow(std::make_unique<UncountedWrites>([impl = storage.unsafeGetStorageImpl(),
+                                                          uses] { return uses_of(*impl) <= uses; }),
+                       address_of(storage));
 }
 
-void StorageWrites::note() noexcept {
-  const MutexLock lock(WatchedWrites::instance().mutex());
-  written_ = true;
-}
+bool is_watched(const c10::Storage& storage) { return MemoryWrites::watched(address_of(storage)); }
 
-void StorageWrites::snapshot() noexcept {
-  const MutexLock lock(WatchedWrites::instance().mutex());
-  prune();
-  // Others that are gone by now can write no more; until now they may have written.
-  std::erase_if(distrusted_,
-                [](const Distrusted& entry) { return uses_of(*entry.storage) <= entry.uses; });
-  for (Counter& counter : counters_) {
-    counter.at_snapshot = counter.version.current_version();
-  }
-  written_ = false;
-}
-
-bool StorageWrites::since_snapshot() const noexcept {
-  const MutexLock lock(WatchedWrites::instance().mutex());
-  return written_ || !uncounted_.empty() || !distrusted_.empty() ||
-         std::any_of(counters_.begin(), counters_.end(),
-                     [](const Counter& counter) { return counter.changed(); });
-}
+std::uint64_t num_given_memory() noexcept { return given_memory.load(std::memory_order_relaxed); }
 
 }  // namespace castor

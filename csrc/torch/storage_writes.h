@@ -3,9 +3,11 @@
 #include <ATen/core/TensorBase.h>
 #include <c10/core/Storage.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
-#include <vector>
+
+#include "store/memory_writes.h"
 
 namespace castor {
 
@@ -20,14 +22,11 @@ namespace castor {
 /// Writes without an operator are not seen: to an address, through numpy or DLPack.
 ///
 /// Owned by ChunkStorages. Thread-safe.
-class StorageWrites {
+class StorageWrites final : public MemoryWrites {
  public:
   /// Watches the storages while this lives; they have to outlive it. Throws InvalidArgument if one
   /// is resizable.
   explicit StorageWrites(std::span<const c10::Storage> storages);
-  ~StorageWrites();
-  StorageWrites(const StorageWrites&) = delete;
-  StorageWrites& operator=(const StorageWrites&) = delete;
 
   /// Follows a tensor over one of the storages, and those that share its version counter.
   void follow(const at::TensorBase& tensor);
@@ -36,34 +35,6 @@ class StorageWrites {
   /// Counts a storage as written while it has more than `uses` references: some of the tensors over
   /// it are not known.
   void distrust(const c10::Storage& storage, std::size_t uses);
-  /// Records a write to one of the storages that nothing else reports.
-  void note() noexcept;
-  void snapshot() noexcept;
-  [[nodiscard]] bool since_snapshot() const noexcept;
-
- private:
-  friend class WatchedWrites;
-  struct Counter {
-    c10::VariableVersion version;
-    std::uint32_t at_snapshot = 0;
-
-    [[nodiscard]] bool changed() const noexcept { return version.current_version() != at_snapshot; }
-  };
-  void follow_locked(const at::TensorBase& tensor);
-  /// Forgets tensors that are gone, and remembers whether they were written.
-  void prune() noexcept;
-
-  struct Distrusted {
-    c10::StorageImpl* storage = nullptr;
-    std::size_t uses = 0;
-  };
-
-  std::vector<const c10::StorageImpl*> storages_;
-  std::vector<Distrusted> distrusted_;  // of storages_
-  std::vector<Counter> counters_;
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> uncounted_;  // made in inference mode
-  std::size_t prune_at_ = 0;                                         // counters
-  bool written_ = false;  // since the snapshot, by other signs than counters_
 };
 
 /// Watches from now on the operators that torch has got to know since the last call and that count
