@@ -106,6 +106,31 @@ UsageError memory_that_processes_share(const std::string& param) {
                     "copy values back with shared.copy_(param)");
 }
 
+InvalidArgument values_of_other_shape(std::pair<std::int64_t, std::int64_t> given,
+                                      std::pair<std::int64_t, std::int64_t> own) {
+  return InvalidArgument("values of " + std::to_string(given.first) + " elements in " +
+                         std::to_string(given.second) +
+                         " dimensions do not have the shape of their parameter, which has " +
+                         std::to_string(own.first) + " in " + std::to_string(own.second));
+}
+
+InvalidArgument other_number_of_states(const std::string& param, std::size_t own,
+                                       std::size_t given) {
+  return InvalidArgument(parameter(param) + " has " + std::to_string(own) + " states, and " +
+                         std::to_string(given) + " were given");
+}
+
+InvalidArgument states_of_other_layout(const std::string& param, std::string_view states) {
+  return InvalidArgument(std::string(states) + " of " + parameter(param) +
+                         " differ in shape, strides or type from what read gives");
+}
+
+InvalidArgument other_experts(const std::string& param, std::int64_t own, std::int64_t of_layer) {
+  return InvalidArgument(parameter(param) + " has " + std::to_string(own) +
+                         " experts in its first dimension, of " + std::to_string(of_layer) +
+                         " in its layer; they have to be as many, and contiguous");
+}
+
 UsageError activation_written(std::uint32_t version, std::uint32_t expected) {
   return UsageError(
       "one of the variables needed for gradient computation has been modified by an inplace "

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
+#include <utility>
 
 #include "core/error.h"
 
@@ -34,6 +37,19 @@ namespace castor::tensor_errors {
 [[nodiscard]] UsageError memory_of_parameter(const std::string& param, const std::string& other);
 [[nodiscard]] UsageError memory_of_other_model(const std::string& param);
 [[nodiscard]] UsageError memory_that_processes_share(const std::string& param);
+
+// Values that a parameter or its optimizer states are given.
+/// `given` and `own` are (number of elements, number of dimensions).
+[[nodiscard]] InvalidArgument values_of_other_shape(std::pair<std::int64_t, std::int64_t> given,
+                                                    std::pair<std::int64_t, std::int64_t> own);
+[[nodiscard]] InvalidArgument other_number_of_states(const std::string& param, std::size_t own,
+                                                     std::size_t given);
+/// `states`: name of several of them, as StateSpec::plural.
+[[nodiscard]] InvalidArgument states_of_other_layout(const std::string& param,
+                                                     std::string_view states);
+/// A parameter of a layer of experts has another first dimension than the others, or is strided.
+[[nodiscard]] InvalidArgument other_experts(const std::string& param, std::int64_t own,
+                                            std::int64_t of_layer);
 
 // Others.
 /// A saved activation was written in place.

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "store/tensor_errors.h"
 #include "torch/device_bytes.h"
 #include "torch/torch_device.h"
 
@@ -37,10 +38,8 @@ at::ScalarType to_torch(StateType type) {
 /// Elements in the order of the memory that geometry_of(param) describes.
 at::Tensor in_order_of(const at::Tensor& param, const at::Tensor& values) {
   if (values.sizes() != param.sizes()) {
-    throw InvalidArgument("values of " + std::to_string(values.numel()) + " elements in " +
-                          std::to_string(values.dim()) +
-                          " dimensions do not have the shape of their parameter, which has " +
-                          std::to_string(param.numel()) + " in " + std::to_string(param.dim()));
+    throw tensor_errors::values_of_other_shape({values.numel(), values.dim()},
+                                               {param.numel(), param.dim()});
   }
   const ParamGeometry geometry = geometry_of(param);
   if (values.is_non_overlapping_and_dense() && values.strides() == geometry.strides) {
@@ -318,17 +317,15 @@ std::vector<at::Tensor> OptimizerState::read(ParamId param) const {
 
 void OptimizerState::write(ParamId param, std::span<const at::Tensor> states) {
   if (states.size() != values_.specs(param).size()) {
-    throw InvalidArgument("parameter '" + layout_.param(param).name + "' has " +
-                          std::to_string(values_.specs(param).size()) + " states, and " +
-                          std::to_string(states.size()) + " were given");
+    throw tensor_errors::other_number_of_states(layout_.param(param).name,
+                                                values_.specs(param).size(), states.size());
   }
   for (std::size_t i = 0; i < states.size(); ++i) {
     const ParamGeometry shape = geometry(param, values_.specs(param)[i]);
     if (states[i].sizes() != shape.sizes || states[i].strides() != shape.strides ||
         states[i].scalar_type() != to_torch(values_.specs(param)[i].type)) {
-      throw InvalidArgument(std::string(values_.specs(param)[i].plural) + " of parameter '" +
-                            layout_.param(param).name +
-                            "' differ in shape, strides or type from what read gives");
+      throw tensor_errors::states_of_other_layout(layout_.param(param).name,
+                                                  values_.specs(param)[i].plural);
     }
   }
   std::vector<const std::byte*> values;

@@ -1,8 +1,6 @@
 #include "torch/torch_experts.h"
 
-#include <string>
-
-#include "core/error.h"
+#include "store/tensor_errors.h"
 #include "torch/chunk_storages.h"
 #include "torch/torch_memory.h"
 
@@ -37,10 +35,8 @@ std::vector<ExpertLayer> TorchExperts::layers_of(
       const std::int64_t num_experts = tensor.dim() == 0 ? 0 : tensor.size(0);
       layer.num_experts = layer.row_bytes.empty() ? num_experts : layer.num_experts;
       if (num_experts != layer.num_experts || num_experts == 0 || !tensor.is_contiguous()) {
-        throw InvalidArgument("parameter '" + session_->layout().param(param).name + "' has " +
-                              std::to_string(num_experts) + " experts in its first dimension, of " +
-                              std::to_string(layer.num_experts) +
-                              " in its layer; they have to be as many, and contiguous");
+        throw tensor_errors::other_experts(session_->layout().param(param).name, num_experts,
+                                           layer.num_experts);
       }
       layer.row_bytes.push_back(tensor.nbytes() / static_cast<std::size_t>(num_experts));
     }
