@@ -17,6 +17,13 @@ class ChargedAllocations {
   struct Charge {
     std::shared_ptr<NonModelMemory> account;  ///< nullptr: nobody pays
     std::size_t bytes = 0;
+
+    /// Gives back what the account has paid.
+    void give_back() const noexcept {
+      if (account) {
+        account->free(bytes);
+      }
+    }
   };
 
   /// Notes who pays for the allocation at `data`, which has no charge yet.

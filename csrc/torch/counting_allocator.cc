@@ -56,12 +56,7 @@ class CountingAllocator final : public c10::Allocator {
   }
 
   /// Gives back what the account paid for the live allocation `data`.
-  void forgive(void* data) noexcept {
-    const ChargedAllocations::Charge charge = charged_.take(data);
-    if (charge.account) {
-      charge.account->free(charge.bytes);
-    }
-  }
+  void forgive(void* data) noexcept { charged_.take(data).give_back(); }
 
  private:
   static void release(void* data) {
@@ -69,9 +64,7 @@ class CountingAllocator final : public c10::Allocator {
     // Before the memory goes: its address may be given out again at once.
     const ChargedAllocations::Charge charge = self.charged_.take(data);
     self.base_->raw_deallocate(data);
-    if (charge.account) {
-      charge.account->free(charge.bytes);
-    }
+    charge.give_back();
   }
 
   c10::Allocator* base_;
