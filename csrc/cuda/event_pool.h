@@ -2,15 +2,20 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace castor::cuda {
 
-/// Pool of CUDA events without timing, kept for reuse. Whoever uses the pool owns and guards it,
-/// and calls it with the device current that the events belong to.
+/// Pool of CUDA events, kept for reuse. Whoever uses the pool owns and guards it, and calls it with
+/// the device current that the events belong to.
 class EventPool {
  public:
-  EventPool() = default;
+  /// Whether the device writes down when it comes to an event, for which it takes longer.
+  enum class Timing : std::uint8_t { kOff, kOn };
+
+  explicit EventPool(Timing timing = Timing::kOff) noexcept : timing_(timing) {}
   ~EventPool() { clear(); }
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
@@ -25,6 +30,7 @@ class EventPool {
   void clear() noexcept;
 
  private:
+  const Timing timing_;
   std::vector<cudaEvent_t> all_;
   std::vector<cudaEvent_t> free_;  // capacity: that of all_, so that give_back never grows it
 };

@@ -7,9 +7,12 @@
 
 using castor::simulated::Gpu;
 using castor::simulated::Moment;
+using castor::simulated::TimeStamp;
 
 struct CUevent_st {
+  bool timed = false;
   Moment moment;
+  std::shared_ptr<const TimeStamp> time;  // of the latest record, if it is timed
 };
 
 namespace {
@@ -26,6 +29,7 @@ const char* cudaGetErrorName(cudaError_t error) {
     case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
     case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
     case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
+    case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
     case cudaErrorNotReady: return "cudaErrorNotReady";
     case cudaErrorAssert: return "cudaErrorAssert";
     case cudaErrorHostMemoryAlreadyRegistered: return "cudaErrorHostMemoryAlreadyRegistered";
@@ -112,8 +116,8 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   return cudaSuccess;
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned /*flags*/) {
-  *event = new CUevent_st;
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  *event = new CUevent_st{.timed = (flags & cudaEventDisableTiming) == 0, .moment = {}, .time = {}};
   return cudaSuccess;
 }
 
@@ -123,8 +127,20 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  event->moment = Moment(Gpu::instance().stream(id_of(stream)));
+  const auto queue = Gpu::instance().stream(id_of(stream));
+  if (event->timed)
+    event->time = castor::simulated::stamp(*queue);
+  event->moment = Moment(queue);
   return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  if (!start->time || !end->time)
+    return cudaErrorInvalidResourceHandle;
+  if (!start->moment.past() || !end->moment.past())
+    return cudaErrorNotReady;
+  *milliseconds = castor::simulated::milliseconds(*start->time, *end->time);
+  return state();
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {

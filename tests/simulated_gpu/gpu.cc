@@ -132,6 +132,17 @@ void Moment::block(Stream& stream) const {
     stream.enqueue([moment = *this] { moment.wait(); });
 }
 
+std::shared_ptr<const TimeStamp> stamp(Stream& stream) {
+  auto time = std::make_shared<TimeStamp>(0);
+  stream.enqueue([time] { *time = std::chrono::steady_clock::now().time_since_epoch().count(); });
+  return time;
+}
+
+float milliseconds(const TimeStamp& start, const TimeStamp& end) {
+  const std::chrono::steady_clock::duration between(end - start);
+  return std::chrono::duration<float, std::milli>(between).count();
+}
+
 Gpu::Gpu() { static_cast<void>(new_stream()); }
 
 Gpu& Gpu::instance() {

@@ -103,6 +103,14 @@ class Moment {
   std::uint64_t number_ = 0;
 };
 
+/// The time at which a stream came to a task, by the clock of the thread that runs the stream.
+using TimeStamp = std::atomic<std::chrono::steady_clock::rep>;
+
+/// Has a stream note the time when it comes to this task.
+[[nodiscard]] std::shared_ptr<const TimeStamp> stamp(Stream& stream);
+/// Milliseconds between two tasks that are done.
+[[nodiscard]] float milliseconds(const TimeStamp& start, const TimeStamp& end);
+
 /// Streams, host memory that is registered, and the error of one simulated GPU. Thread-safe.
 class Gpu {
  public:

@@ -7,12 +7,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 
 // The opaque types of CUDA's interface.
 struct CUevent_st {
-  std::uint64_t recorded = 0;       // times cudaEventRecord was called
-  std::set<std::uint64_t> reached;  // which of these its stream has come to, in any order
+  bool timed = false;
+  std::uint64_t recorded = 0;  // times cudaEventRecord was called
+  // Which of these its stream has come to, in any order, and when, by the device's clock.
+  std::map<std::uint64_t, std::uint64_t> reached;
 
   [[nodiscard]] bool done(std::uint64_t record) const {
     return record == 0 || reached.contains(record);  // never recorded: nothing to wait for
@@ -22,10 +23,13 @@ struct CUevent_st {
 struct CUstream_st {
   struct Item {
     std::function<void()> run;
+    std::uint64_t given_ns = 0;  // by the host's clock, which the device's does not run behind
+    std::uint64_t takes_ns = 0;
     cudaEvent_t wait_for = nullptr;
     std::uint64_t wait_count = 0;
   };
   std::deque<Item> items;
+  std::uint64_t now_ns = 0;  // when what it has done was over
 };
 
 namespace castor::testing {
@@ -43,6 +47,7 @@ struct State {
   std::map<std::string, std::size_t> num_calls;
   std::map<std::string, std::map<std::size_t, cudaError_t>> failures;
   cudaError_t device_error = cudaSuccess;
+  std::uint64_t host_ns = 0;
   unsigned register_flags = 0;
 };
 
@@ -69,6 +74,9 @@ bool step_locked(CUstream_st& stream) {
     return false;
   const auto item = std::move(stream.items.front());
   stream.items.pop_front();
+  stream.now_ns = std::max(stream.now_ns, item.given_ns) + item.takes_ns;
+  if (item.wait_for != nullptr && item.wait_count > 0)
+    stream.now_ns = std::max(stream.now_ns, item.wait_for->reached.at(item.wait_count));
   if (item.run)
     item.run();
   return true;
@@ -105,9 +113,15 @@ cudaStream_t FakeCuda::new_stream() {
   return state->streams.emplace_back(std::make_unique<CUstream_st>()).get();
 }
 
-void FakeCuda::enqueue(cudaStream_t stream, std::function<void()> kernel) {
+void FakeCuda::enqueue(cudaStream_t stream, std::function<void()> kernel, std::uint64_t takes_ns) {
   const std::lock_guard lock(state->mutex);
-  stream->items.push_back({.run = std::move(kernel)});
+  stream->items.push_back(
+      {.run = std::move(kernel), .given_ns = state->host_ns, .takes_ns = takes_ns});
+}
+
+void FakeCuda::host_takes(std::uint64_t nanoseconds) {
+  const std::lock_guard lock(state->mutex);
+  state->host_ns += nanoseconds;
 }
 
 void FakeCuda::add_device_memory(std::span<const std::byte> range, int device) {
@@ -261,13 +275,15 @@ cudaError_t cudaDeviceSynchronize() {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned /*flags*/) {
   FAKE_CALL(cudaStreamWaitEvent);
   // The latest record at the time of this call; later ones do not matter.
-  stream->items.push_back({.run = {}, .wait_for = event, .wait_count = event->recorded});
+  stream->items.push_back(
+      {.run = {}, .given_ns = state->host_ns, .wait_for = event, .wait_count = event->recorded});
   return cudaSuccess;
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned /*flags*/) {
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   FAKE_CALL(cudaEventCreateWithFlags);
   *event = state->events.emplace_back(std::make_unique<CUevent_st>()).get();
+  (*event)->timed = (flags & cudaEventDisableTiming) == 0;
   return cudaSuccess;
 }
 
@@ -282,7 +298,9 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   FAKE_CALL(cudaEventRecord);
   const std::uint64_t record = ++event->recorded;
-  stream->items.push_back({.run = [event, record] { event->reached.insert(record); }});
+  stream->items.push_back(
+      {.run = [event, record, stream] { event->reached.emplace(record, stream->now_ns); },
+       .given_ns = state->host_ns});
   return cudaSuccess;
 }
 
@@ -299,6 +317,19 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     return state->device_error;
   const std::uint64_t target = event->recorded;
   run_until([event, target] { return event->done(target); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  FAKE_CALL(cudaEventElapsedTime);
+  if (!start->timed || !end->timed || start->recorded == 0 || end->recorded == 0)
+    return cudaErrorInvalidResourceHandle;
+  if (!start->done(start->recorded) || !end->done(end->recorded))
+    return cudaErrorNotReady;
+  const auto at = [](cudaEvent_t event) {
+    return static_cast<double>(event->reached.at(event->recorded));
+  };
+  *milliseconds = static_cast<float>((at(end) - at(start)) / 1e6);
   return cudaSuccess;
 }
 

@@ -25,8 +25,10 @@ class FakeCuda {
   FakeCuda& operator=(const FakeCuda&) = delete;
 
   [[nodiscard]] cudaStream_t new_stream();
-  /// Work of a kernel.
-  void enqueue(cudaStream_t stream, std::function<void()> kernel);
+  /// Work of a kernel, which takes that long by the device's clock.
+  void enqueue(cudaStream_t stream, std::function<void()> kernel, std::uint64_t takes_ns = 0);
+  /// Time goes by on the host. The device begins no work before it is given.
+  void host_takes(std::uint64_t nanoseconds);
   /// Memory that copies take for that of `device`, or for page-locked memory.
   void add_device_memory(std::span<const std::byte> range, int device);
   void add_pinned_memory(std::span<const std::byte> range);
