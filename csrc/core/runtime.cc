@@ -61,7 +61,8 @@ WorkingSet largest_working_set(const ChunkManager& manager) {
 }  // namespace
 
 Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel,
-                 RuntimeOptions options, Clock clock, std::shared_ptr<RuntimeGroup> group)
+                 RuntimeOptions options, Clock clock, std::shared_ptr<RuntimeGroup> group,
+                 std::unique_ptr<DeviceClock> device_clock)
     : group_(group ? std::move(group) : std::make_shared<RuntimeGroup>()),
       mutex_(group_->mutex()),
       manager_(manager),
@@ -75,7 +76,8 @@ Runtime::Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel
       gradients_(layout_),
       prefetched_(layout_.chunks().size(), false),
       read_by_row_(layout_.chunks().size(), false),
-      timeline_(clock_, layout_.chunks().size()) {
+      timeline_(clock_, layout_.chunks().size()),
+      step_clock_(std::move(device_clock)) {
   check_options(options_);
   const Ledger& ledger = manager_.device().ledger();
   fixed_device_bytes_ = ledger.used();
@@ -161,6 +163,10 @@ void Runtime::record(EventKind kind, std::uint32_t id) {
       }
     }
     timeline_.begin(now_ns, std::move(resident), std::move(on_device));
+    const bool asked = std::exchange(time_next_step_, false);
+    if (asked || !plan_) {
+      step_clock_.begin();
+    }
   }
   // What others keep is that of the moment before, until this one.
   const std::size_t others = std::exchange(others_now_, kept_by_others());
@@ -168,6 +174,8 @@ void Runtime::record(EventKind kind, std::uint32_t id) {
   tracer_.record(kind, id, nonmodel_peaks_.take(nonmodel_->bytes()) + others, now_ns);
   timeline_.event(manager_.slot_bytes(), manager_.host().ledger().used(),
                   device.take_window_peak());
+  const StreamId stream = manager_.device().stream();
+  Event{.kind = kind}.is_access() ? step_clock_.await_chunks(stream) : step_clock_.event(stream);
 }
 
 void Runtime::advance(EventKind kind, ModuleId module) {
@@ -213,6 +221,9 @@ void Runtime::acquire(EventKind kind, ModuleId module, std::vector<Pin>* pins) {
     on_plan() ? prefetch() : prefetch_inference();
   }
   trim_slots();
+  if (mode_ == PassMode::kTraining) {
+    step_clock_.compute(manager_.device().stream());
+  }
 }
 
 // What non-model bytes take, or the cap leaves to them, is theirs in fact: free slots are resident
@@ -470,12 +481,14 @@ void Runtime::begin_update() {
   await_operators(lock);
   used_by_this_thread();
   timeline_.begin_update();
+  step_clock_.end_passes(manager_.device().stream());
   all_to_host();
 }
 
 void Runtime::finish_step() {
   MutexLock lock(mutex_);
   await_operators(lock);
+  step_clock_.end_passes(manager_.device().stream());
   all_to_host();
   for (std::size_t i = 0; i < layout_.chunks().size(); ++i) {
     const ChunkId chunk{static_cast<std::uint32_t>(i)};
@@ -498,8 +511,10 @@ void Runtime::learn_from_step() {
   Trace recorded = tracer_.finish(nonmodel_peaks_.take(nonmodel_->bytes()) + others_now_);
   if (recorded.num_accesses() == 0) {
     timeline_.finish({}, device_peak, Guidance::kDemand);
+    step_clock_.abandon();
     return;
   }
+  step_clock_.finish();
   timeline_.finish(std::move(recorded), device_peak,
                    !plan_      ? Guidance::kDemand
                    : diverged_ ? Guidance::kDiverged
@@ -570,9 +585,21 @@ std::size_t Runtime::num_events() const {
   return tracer_.size();
 }
 
-Timeline Runtime::timeline() const {
+Timeline Runtime::timeline() {
   const MutexLock lock(mutex_);
+  timeline_.time_last(step_clock_);
   return timeline_.last();
+}
+
+bool Runtime::time_next_step() {
+  const MutexLock lock(mutex_);
+  time_next_step_ = step_clock_.present();
+  return time_next_step_;
+}
+
+bool Runtime::device_times_pending() const {
+  const MutexLock lock(mutex_);
+  return step_clock_.pending();
 }
 
 std::size_t Runtime::step_peak_device_bytes() const {

@@ -65,9 +65,11 @@ class Runtime final : public Reclaimer {
 
   /// Throws OutOfMemory naming the module whose chunks alone exceed the device budget, and
   /// InvalidArgument for options out of range. `group` has the runtimes that take from the same
-  /// device budget; nullptr: this one is alone.
+  /// device budget; nullptr: this one is alone. `device_clock`: nullptr where the device's work is
+  /// done when the host has called it.
   Runtime(ChunkManager& manager, std::shared_ptr<NonModelMemory> nonmodel, RuntimeOptions options,
-          Clock clock, std::shared_ptr<RuntimeGroup> group = nullptr);
+          Clock clock, std::shared_ptr<RuntimeGroup> group = nullptr,
+          std::unique_ptr<DeviceClock> device_clock = nullptr);
   ~Runtime() override;
   Runtime(const Runtime&) = delete;
   Runtime& operator=(const Runtime&) = delete;
@@ -151,7 +153,14 @@ class Runtime final : public Reclaimer {
   /// Returns the number of events of the step under way so far.
   [[nodiscard]] std::size_t num_events() const;
   /// Returns the timeline of the last finished training step; it has no events before there is one.
-  [[nodiscard]] Timeline timeline() const;
+  /// Its device times are there if the step was timed and the device has come to its end. Throws
+  /// Error where the device has failed.
+  [[nodiscard]] Timeline timeline();
+  /// Times the next step by the device's clock, as steps are that run without a plan. Returns
+  /// whether there is such a clock.
+  bool time_next_step();
+  /// Returns whether the last step was timed and timeline() has not seen its device times yet.
+  [[nodiscard]] bool device_times_pending() const;
   [[nodiscard]] std::size_t step_peak_device_bytes() const;
   [[nodiscard]] TransferCounts transfers() const;
   [[nodiscard]] std::uint64_t clock_ns() const { return clock_(); }
@@ -265,6 +274,8 @@ class Runtime final : public Reclaimer {
   PassMode mode_ CASTOR_GUARDED_BY(mutex_) = PassMode::kInference;
   Tracer tracer_ CASTOR_GUARDED_BY(mutex_);
   TimelineRecorder timeline_ CASTOR_GUARDED_BY(mutex_);
+  StepClock step_clock_ CASTOR_GUARDED_BY(mutex_);
+  bool time_next_step_ CASTOR_GUARDED_BY(mutex_) = false;
   std::optional<Trace> trace_ CASTOR_GUARDED_BY(mutex_);
   std::optional<Plan> plan_ CASTOR_GUARDED_BY(mutex_);
   std::size_t cursor_ CASTOR_GUARDED_BY(mutex_) = 0;  // accesses of this step so far

@@ -115,6 +115,13 @@ void TimelineRecorder::finish(Trace trace, std::uint64_t device_peak_bytes, Guid
   clear();
 }
 
+void TimelineRecorder::time_last(StepClock& clock) {
+  DeviceTimes& times = last_.device_times;
+  if (clock.take(times) && times.events.size() != last_.bytes.size()) {
+    times.events.clear();  // a mark was refused, which an error has told
+  }
+}
+
 void TimelineRecorder::clear() noexcept {
   step_.trace = Trace();
   step_.bytes.clear();
@@ -124,6 +131,7 @@ void TimelineRecorder::clear() noexcept {
   step_.update_begin_ns = 0;
   step_.end_ns = 0;
   step_.peak_device_bytes = 0;
+  step_.device_times.events.clear();
   step_.guidance = Guidance::kDemand;
   step_.complete = true;
   std::fill(latest_fetch_.begin(), latest_fetch_.end(), 0);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/ids.h"
+#include "core/step_clock.h"
 #include "core/trace.h"
 
 namespace castor {
@@ -28,7 +29,7 @@ enum class TransferCause : std::uint8_t {
   kBackward,  ///< a gradient is complete, or all of a chunk that is updated at once
 };
 
-/// One transfer. Times are nanoseconds since the step's first event.
+/// One transfer. Times are nanoseconds since the step's first event, by the host's clock.
 struct Transfer {
   TransferKind kind = TransferKind::kFetch;
   TransferCause cause = TransferCause::kDemand;
@@ -73,6 +74,7 @@ struct Timeline {
   std::uint64_t update_begin_ns = 0;  ///< optimizer.step() began; end_ns where it never did
   std::uint64_t end_ns = 0;
   std::uint64_t peak_device_bytes = 0;
+  DeviceTimes device_times;  ///< by the clock of a device that works beside the host
   Guidance guidance = Guidance::kDemand;
   /// Whether nothing is missing; false where the step had more events or transfers than the
   /// recorders keep.
@@ -116,6 +118,8 @@ class TimelineRecorder {
   /// Ends the step: its record, with its trace, becomes last(). `device_peak_bytes` is that of
   /// event(). No effect when no step is under way; a step without accesses leaves last() as it is.
   void finish(Trace trace, std::uint64_t device_peak_bytes, Guidance guidance);
+  /// Adds the times that `clock` has for the last finished step, once they are there.
+  void time_last(StepClock& clock);
   /// Notes that an event was lost: the step's timeline will not be complete.
   void drop_event() noexcept { step_.complete = false; }
   /// Returns the last finished step; it has no events before there is one.

@@ -34,20 +34,6 @@ Trace Trace::merged_with(const Trace& other) const {
   return Trace(std::move(merged));
 }
 
-std::vector<double> Trace::durations(std::uint64_t end_ns) const {
-  std::vector<double> seconds(events_.size());
-  for (std::size_t i = 0; i < events_.size(); ++i) {
-    const std::uint64_t next_ns = i + 1 < events_.size() ? events_[i + 1].time_ns : end_ns;
-    if (next_ns < events_[i].time_ns) {
-      throw InvalidArgument("time runs backwards after event " + std::to_string(i) +
-                            " of the trace, from " + std::to_string(events_[i].time_ns) + " to " +
-                            std::to_string(next_ns) + " ns; record it again");
-    }
-    seconds[i] = static_cast<double>(next_ns - events_[i].time_ns) / 1e9;
-  }
-  return seconds;
-}
-
 void Tracer::record(EventKind kind, std::uint32_t id, std::uint64_t nonmodel_bytes,
                     std::uint64_t now_ns) {
   if (!complete()) {

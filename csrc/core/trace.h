@@ -20,7 +20,7 @@ struct Event {
   std::uint32_t id = 0;
   /// Highest non-model bytes from this event until the next one.
   std::uint64_t nonmodel_bytes = 0;
-  /// Nanoseconds since the step's first event.
+  /// Nanoseconds since the step's first event, by the host's clock.
   std::uint64_t time_ns = 0;
 
   [[nodiscard]] bool is_access() const noexcept {
@@ -44,9 +44,6 @@ class Trace {
   /// Returns the same accesses with the larger of both non-model curves at each event. Throws
   /// InvalidArgument when the numbers of events differ.
   [[nodiscard]] Trace merged_with(const Trace& other) const;
-  /// Returns the seconds from each event to the next, and to `end_ns` for the last. Throws
-  /// InvalidArgument where time runs backwards.
-  [[nodiscard]] std::vector<double> durations(std::uint64_t end_ns) const;
 
  private:
   std::vector<Event> events_;

@@ -36,6 +36,12 @@ struct SimulatedMachine {
     runtime = std::make_unique<Runtime>(
         *rig.manager, nonmodel, options, [this] { return now_ns++; }, std::move(group));
   }
+  /// Another runtime in place of the first, whose device works beside the host.
+  void work_by(std::unique_ptr<DeviceClock> clock, RuntimeOptions options = {}) {
+    runtime.reset();
+    runtime = std::make_unique<Runtime>(
+        *rig.manager, nonmodel, options, [this] { return now_ns++; }, nullptr, std::move(clock));
+  }
   SimulatedMachine(const SimulatedMachine&) = delete;
   SimulatedMachine& operator=(const SimulatedMachine&) = delete;
   /// Frees the activations that a test left: the ledger asserts that nothing outlives it.

@@ -95,11 +95,5 @@ TEST(TracerTest, StopsAtItsLimit) {
   EXPECT_TRUE(tracer.complete());
 }
 
-TEST(TraceTest, DurationsAreThoseBetweenEvents) {
-  const Trace trace({{EventKind::kForwardEnter, 0, 0, 0}, {EventKind::kForwardExit, 0, 0, 500}});
-  EXPECT_EQ(trace.durations(2'000'000'500), (std::vector<double>{500e-9, 2.0}));
-  EXPECT_THROW(static_cast<void>(trace.durations(499)), InvalidArgument);
-}
-
 }  // namespace
 }  // namespace castor
