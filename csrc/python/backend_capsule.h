@@ -11,7 +11,7 @@ namespace castor {
 
 /// Name of the capsule that carries a std::shared_ptr<DeviceBackend> to castor._C.Session. All
 /// modules come from one build: the name changes with the interface.
-inline constexpr const char* kDeviceBackendCapsule = "castor.DeviceBackend.7";
+inline constexpr const char* kDeviceBackendCapsule = "castor.DeviceBackend.8";
 
 [[nodiscard]] inline pybind11::capsule capsule_of(std::shared_ptr<DeviceBackend> backend) {
   return {new std::shared_ptr<DeviceBackend>(std::move(backend)), kDeviceBackendCapsule,

@@ -516,6 +516,8 @@ PYBIND11_MODULE(_C, m) {
       .def("prediction", &castor::prediction)
       .def("trace", &castor::trace, released)
       .def("timeline", &castor::timeline)
+      .def(
+          "time_next_step", [](Session& held) { return held.runtime().time_next_step(); }, released)
       .def("chunks", &castor::chunks)
       .def("step_figures", &castor::step_figures, released)
       .def("load_trace", &castor::load_trace, released);

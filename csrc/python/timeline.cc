@@ -18,7 +18,12 @@ namespace py = pybind11;
 namespace castor {
 
 std::optional<py::dict> timeline(Session& session) {
-  const Timeline step = without_gil([&] { return session.runtime().timeline(); });
+  const Timeline step = without_gil([&] {
+    if (session.runtime().device_times_pending()) {
+      session.memory().device().fence()->wait();  // the device comes to the end of the last step
+    }
+    return session.runtime().timeline();
+  });
   if (step.bytes.empty()) {
     return std::nullopt;
   }
@@ -36,6 +41,10 @@ std::optional<py::dict> timeline(Session& session) {
                                     index(transfer.chunk), transfer.start_ns, transfer.submit_ns,
                                     transfer.wait_ns, transfer.bytes));
   }
+  py::list device_times;
+  for (const DeviceTime& time : step.device_times.events) {
+    device_times.append(py::make_tuple(time.reached_ns, time.compute_ns));
+  }
   const auto indices = [](const std::vector<ChunkId>& chunks) {
     py::list result;
     for (const ChunkId chunk : chunks) {
@@ -50,6 +59,8 @@ std::optional<py::dict> timeline(Session& session) {
   result["on_device_at_start"] = indices(step.on_device_at_start);
   result["update_begin_ns"] = step.update_begin_ns;
   result["end_ns"] = step.end_ns;
+  result["device_times"] = device_times;
+  result["device_end_ns"] = step.device_times.end_ns;
   result["peak_device_bytes"] = step.peak_device_bytes;
   result["guidance"] = name_of(step.guidance);
   result["complete"] = step.complete;

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "core/copy_engine.h"
+#include "core/device_clock.h"
 #include "core/io_engine.h"
 #include "core/memory_tier.h"
 #include "optim/gradient.h"
@@ -157,6 +158,10 @@ class DeviceBackend {
   virtual void copy_to_device(std::span<const std::byte> source, std::byte* target) {
     std::copy(source.begin(), source.end(), target);  // no bytes may have no address
   }
+
+  /// Makes a clock of the device's own. Returns nullptr where the device's work is done when the
+  /// host has called it: the host's clock tells all then.
+  [[nodiscard]] virtual std::unique_ptr<DeviceClock> make_clock() { return nullptr; }
 
   [[nodiscard]] virtual std::unique_ptr<ComputeFence> fence(StreamId /*stream*/) {
     return std::make_unique<ComputeFence>();

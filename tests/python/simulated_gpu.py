@@ -133,11 +133,9 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=torch.device(NAME, 0), **kwargs)
 
 
-class Event(torch.Event):
-    """As torch.cuda.Event, without times."""
-
-    def __new__(cls, **kwargs: Any) -> Event:
-        return super().__new__(cls, device=torch.device(NAME, 0), **kwargs)
+def event(**kwargs: Any) -> torch.Event:
+    """As torch.cuda.Event. No subclass: torch.Event.elapsed_time refuses those."""
+    return torch.Event(device=torch.device(NAME, 0), **kwargs)
 
 
 def _device_module(gpu: Any) -> ModuleType:
@@ -174,7 +172,7 @@ def _device_module(gpu: Any) -> ModuleType:
         return lambda device=None: gpu.memory()[name]
 
     module.gpu = gpu
-    module.Stream, module.Event, module.stream, module.device = Stream, Event, stream, device
+    module.Stream, module.Event, module.stream, module.device = Stream, event, stream, device
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.set_stream = torch.accelerator.set_stream
     module.synchronize = lambda device=None: gpu.synchronize()

@@ -30,7 +30,13 @@ c10::Stream pool_stream() {
   return torch_stream(pool[next.fetch_add(1) % kPoolStreams]);
 }
 
-Moment& moment_of(void* event) { return *static_cast<Moment*>(event); }
+struct Event {
+  Moment moment;
+  std::shared_ptr<const TimeStamp> time;  // of the latest record, if it is timed
+};
+
+Event& event_of(void* event) { return *static_cast<Event*>(event); }
+Moment& moment_of(void* event) { return event_of(event).moment; }
 
 struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
@@ -66,13 +72,16 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex /*device*/,
-              c10::EventFlag /*flag*/) const override {
+              c10::EventFlag flag) const override {
     if (*event == nullptr)
-      *event = new Moment;
-    moment_of(*event) = Moment(queue_of(stream));
+      *event = new Event;
+    const auto queue = queue_of(stream);
+    if (flag == c10::EventFlag::BACKEND_DEFAULT)
+      event_of(*event).time = stamp(*queue);
+    moment_of(*event) = Moment(queue);
   }
   void destroyEvent(void* event, c10::DeviceIndex /*device*/) const noexcept override {
-    delete static_cast<Moment*>(event);
+    delete static_cast<Event*>(event);
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr)
@@ -86,6 +95,10 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr)
       moment_of(event).wait();
     check_device();
+  }
+  double elapsedTime(void* start, void* end, c10::DeviceIndex /*device*/) const override {
+    TORCH_CHECK(queryEvent(start) && queryEvent(end), "an event is not past yet");
+    return milliseconds(*event_of(start).time, *event_of(end).time);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     record_stream(data, stream);

@@ -17,6 +17,7 @@
 
 #include "core/error.h"
 #include "cuda/cuda_error.h"
+#include "cuda/event_clock.h"
 #include "cuda/norm_kernel.h"
 #include "cuda/pinned_pages.h"
 #include "cuda/scoped_device.h"
@@ -200,6 +201,10 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
     const at::NoGradGuard no_grad;
     bytes_at(target, source.size(), torch_device())
         .copy_(bytes_at(source.data(), source.size(), c10::kCPU));
+  }
+
+  [[nodiscard]] std::unique_ptr<DeviceClock> make_clock() override {
+    return std::make_unique<cuda::EventClock>(device_);
   }
 
   [[nodiscard]] std::unique_ptr<ComputeFence> fence(StreamId stream) override {

@@ -96,6 +96,7 @@ class AutoKeep:
         self._counts_faults = engine.device.type == "cpu" and not config.activations_by_default
         self._profile = BlockProfile(engine.session.step_position)
         self._profiling = True
+        self._has_clock = engine.session.time_next_step()
         self._most_kept = num_blocks
         self._sizes: list[dict[int, _Size]] = []  # of each profile, by block
         self._seen: dict[int, _Size] = {}  # in this step
@@ -151,6 +152,7 @@ class AutoKeep:
             self.tiles.number = number
             self._profiling, self._decisions = True, self._all_recomputed
             self._sizes, self._most_kept = [], len(self._decisions)
+            self._session.time_next_step()
 
     @property
     def nonmodel_bytes(self) -> int:
@@ -192,14 +194,18 @@ class AutoKeep:
         runs = self._profile.take()
         if self._profiling:
             timeline = self._session.timeline() if runs else None
+            # A step that was under way when it became a profile was not timed: the next one is.
+            timed = timeline is not None and bool(timeline["device_times"] or not self._has_clock)
             complete = timeline is not None and timeline["complete"]
-            everyone = self._block_ranks.all_gather(_STEP_ENDS, (bool(runs), complete))
+            everyone = self._block_ranks.all_gather(_STEP_ENDS, (timed, complete))
             self._profiling = not all(ran for ran, _ in everyone)
             # An incomplete timeline, of a step with too many events, has no plan either.
             if timeline and not self._profiling and all(whole for _, whole in everyone):
                 self._decide(runs, timeline)
         elif any(self._block_ranks.all_gather(_STEP_ENDS, self._grown or self._fell_short)):
             self._profiling, self._decisions = True, self._all_recomputed
+        if self._profiling:
+            self._session.time_next_step()
         self._seen, self._grown, self._fell_short = {}, False, False
 
     def _decide(self, runs: list[BlockRun], timeline: dict[str, Any]) -> None:
@@ -241,7 +247,9 @@ class AutoKeep:
         self._sizes = [s for s in self._sizes if not _covers(self._seen, s)] + [self._seen]
         kept = [run for run in runs if best.decisions[run.block] == "keep"]
         self.kept_bytes = sum(run.kept_bytes for run in kept)
-        self.recompute_seconds = sum(run.seconds for run in runs if self.recomputes(run.block))
+        self.recompute_seconds = sum(
+            sum(seconds[run.second_forward()]) for run in runs if self.recomputes(run.block)
+        )
         self._expected = [event[2] for event in best.events]
         self._spare = max(0, best.spare_bytes)
         if best.decisions != self._all_recomputed:
@@ -249,7 +257,12 @@ class AutoKeep:
 
 
 def compute_seconds(timeline: dict[str, Any]) -> list[float]:
-    """Returns the seconds from each event of a timeline to the next, without waits for copies."""
+    """Returns the seconds from each event of a timeline to the next, without waits for copies.
+
+    They are those of the device's clock if the step was timed by it, else of the host's.
+    """
+    if timeline["device_times"]:
+        return [compute_ns / 1e9 for _, compute_ns in timeline["device_times"]]
     times = [event[2] for event in timeline["events"]] + [timeline["update_begin_ns"]]
     held = [0] * len(timeline["events"])
     for _, cause, event, _, _, submit_ns, wait_ns, _ in timeline["transfers"]:
@@ -359,11 +372,16 @@ def _link_of(device: torch.device, config: GeminiConfig) -> float:
     source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
+    events = torch.get_device_module(device).Event
+
     def seconds() -> float:
-        start = time.perf_counter()
+        start, end = events(enable_timing=True), events(enable_timing=True)
+        start.record()
         target.copy_(source, non_blocking=True)
-        target[-1:].cpu()  # waits for the copy
-        return time.perf_counter() - start
+        end.record()
+        end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1e3
 
     return num_bytes / min(seconds() for _ in range(4))
 

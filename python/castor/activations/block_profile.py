@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -39,8 +38,6 @@ class BlockRun:
     """Event numbers and non-model bytes at which the first forward began and ended."""
     again: list[tuple[int, int]] = field(default_factory=list)
     """Event numbers and non-model bytes at which the second forward began and ended."""
-    seconds: float = 0.0
-    """Seconds of the second forward, until it stopped."""
     input_bytes: int = 0
     """Bytes of the first forward's inputs that backward needs again."""
     copies: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
@@ -64,14 +61,12 @@ class BlockRun:
         """Notes the begin of the first forward, or of the second one (`again`)."""
         if again and not self.again:
             self.again.append(self.position())
-            self.seconds -= time.perf_counter()
         elif not again:
             self.forward.append(self.position())
 
     def end(self, *, again: bool) -> None:
         """Notes the end of the first forward, or of the second one, which may stop early."""
         if again and len(self.again) == 1:
-            self.seconds += time.perf_counter()
             self.again.append(self.position())
         elif not again:
             self.forward.append(self.position())
@@ -85,6 +80,14 @@ class BlockRun:
     def kept_bytes(self) -> int:
         """Bytes that the second forward left for backward."""
         return max(0, self.again[1][1] - self.again[0][1])
+
+    def second_forward(self) -> slice:
+        """Returns the events whose computing the step is spared where the block is not recomputed.
+
+        What follows the last event of the second forward belongs to backward.
+        """
+        begin = self.again[0][0]
+        return slice(begin, max(self.again[1][0] - 1, begin))
 
     def span(self, away: tuple[int, int] = (0, 0)) -> Span:
         """Returns the span for _C.keep_activations: a kept block, but offloaded during `away`."""
@@ -235,8 +238,8 @@ def spans_of(
     runs_on = list(seconds)  # without the second forwards of blocks that are not recomputed
     for run in runs:
         if decisions[run.block] != "recompute":
-            begin, end = run.again[0][0], max(run.again[1][0] - 1, run.again[0][0])
-            runs_on[begin:end] = [0.0] * (end - begin)
+            again = run.second_forward()
+            runs_on[again] = [0.0] * (again.stop - again.start)
     seconds, host_bytes, nvme_bytes = list(seconds), 0, 0
     lag = 2 if link.overlapped else 1
     for i, run in enumerate(moved):

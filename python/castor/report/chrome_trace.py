@@ -18,12 +18,13 @@ from castor.checkpoint.files import os_errors, write_file
 from castor.report.source import Source, source_of
 
 PID = 1
-MODULES, FETCHES, EVICTIONS, GRADIENTS = 1, 2, 3, 4
+MODULES, FETCHES, EVICTIONS, GRADIENTS, DEVICE = 1, 2, 3, 4, 5
 _THREADS = {
     MODULES: "modules",
     FETCHES: "host to device: fetches",
     EVICTIONS: "device to host: evictions",
     GRADIENTS: "device to host: gradients",
+    DEVICE: "modules on the device",
 }
 _TRACK = {"fetch": FETCHES, "eviction": EVICTIONS, "gradient": GRADIENTS}
 
@@ -32,7 +33,9 @@ def write_trace(path: str | Path, target: Booster | nn.Module) -> Path:
     """Writes the last finished step as a Chrome trace (JSON).
 
     Modules are slices named after them, fetches, evictions and gradient copies have tracks of their
-    own, and device and host bytes are counters. For the trace that plans are made from, see
+    own, and device and host bytes are counters. A step that was timed by the clock of a GPU, as the
+    first one is, has the modules a second time by that clock; its 0 is when the GPU came to the
+    first module, behind the host's. For the trace that plans are made from, see
     Booster.save_trace.
 
     Args:
@@ -66,6 +69,8 @@ def trace_events(source: Source) -> Iterator[dict[str, Any]]:
     """Metadata, then duration events, then counters."""
     yield _metadata("process_name", f"castor: {source.model}", MODULES)
     for thread, name in _THREADS.items():
+        if thread == DEVICE and not source.step.device_times:
+            continue
         yield _metadata("thread_name", name, thread)
         yield {**_metadata("thread_sort_index", "", thread), "args": {"sort_index": thread}}
     step = source.step
@@ -73,6 +78,9 @@ def trace_events(source: Source) -> Iterator[dict[str, Any]]:
         yield _slice(
             source.modules[span.module], span.phase, MODULES, span.start_ns, span.end_ns, {}
         )
+    for span in step.device_spans():
+        name = source.modules[span.module]
+        yield _slice(name, span.phase, DEVICE, span.start_ns, span.end_ns, {})
     if step.end_ns > step.update_begin_ns:
         yield _slice("optimizer.step", "optimizer", MODULES, step.update_begin_ns, step.end_ns, {})
     for transfer in step.transfers:

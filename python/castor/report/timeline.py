@@ -100,6 +100,12 @@ class StepTimeline:
     which they are streamed."""
     update_begin_ns: int
     end_ns: int
+    device_times: list[tuple[int, int]]
+    """By the clock of a device that works beside the host: for each event, when the device came to
+    it, in ns since it came to the first one, and the ns of computing until the next. Empty where
+    the step was not timed."""
+    device_end_ns: int
+    """When the device came to the end of the passes."""
     peak_device_bytes: int
     guidance: str
     """demand (no plan yet), plan, or diverged (left the plan)."""
@@ -206,13 +212,25 @@ class StepTimeline:
 
         A module's backward ends where the next one's begins: torch does not tell more.
         """
-        return sorted(self._spans(), key=lambda span: (span.start_ns, -span.end_ns))
+        times = [event.time_ns for event in self.events]
+        copied = (t.start_ns + t.submit_ns for t in self.transfers if t.cause != "step_end")
+        return self._spans(times, max([*times[-1:], *copied], default=0))
 
-    def _spans(self) -> Iterator[Span]:
+    def device_spans(self) -> list[Span]:
+        """The same by the clock of the device; empty where the step was not timed by it."""
+        if not self.device_times:
+            return []
+        return self._spans([reached_ns for reached_ns, _ in self.device_times], self.device_end_ns)
+
+    def _spans(self, times: list[int], end_ns: int) -> list[Span]:
+        spans = self._spans_between(times, end_ns)
+        return sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
+
+    def _spans_between(self, times: list[int], end_ns: int) -> Iterator[Span]:
         entered: list[tuple[int, int]] = []
         backward: tuple[int, int] | None = None
         last_ns = 0
-        for kind, module, time_ns, *_ in self.events:
+        for (kind, module, *_), time_ns in zip(self.events, times, strict=True):
             if backward and (kind in (FORWARD_ENTER, BACKWARD_ENTER)):
                 yield Span(backward[0], "backward", backward[1], time_ns)
                 backward = None
@@ -230,13 +248,10 @@ class StepTimeline:
             elif kind == BACKWARD_ENTER:
                 backward = (module, time_ns)
             last_ns = time_ns
-        last_ns = max(
-            [last_ns, *(t.start_ns + t.submit_ns for t in self.transfers if t.cause != "step_end")]
-        )
         while entered:
-            yield Span(entered[-1][0], "forward", entered.pop()[1], last_ns)
+            yield Span(entered[-1][0], "forward", entered.pop()[1], end_ns)
         if backward:
-            yield Span(backward[0], "backward", backward[1], last_ns)
+            yield Span(backward[0], "backward", backward[1], end_ns)
 
 
 def _moves(transfers: list[Transfer]) -> Iterator[tuple[int, int, int, int]]:
