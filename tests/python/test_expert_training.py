@@ -238,6 +238,19 @@ def test_micro_batches_of_both_kinds_go_through_one_checkpoint() -> None:
     assert_equal(gradients[True], gradients[False])
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_pass_over_the_same_tokens_before_backward_changes_nothing(activations: str) -> None:
+    plain, mine = adapted(), boosted(adapted(), activations=activations).model
+    found = []
+    for model in (plain, mine):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        with torch.no_grad():
+            again = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        found.append([again, *(param.grad for param in trainable(model))])
+    assert_equal(found[1], found[0])
+
+
 def test_backward_of_a_retained_graph_fetches_again() -> None:
     plain, trained = adapted(), boosted(adapted())
     gradients = []

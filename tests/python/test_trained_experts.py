@@ -273,6 +273,50 @@ def test_a_parameter_that_is_frozen_later_gets_no_gradient() -> None:
     assert_equal(gradients(boosted.model), gradients(plain))
 
 
+def test_a_parameter_that_is_frozen_before_backward_gets_no_gradient() -> None:
+    plain, boosted = build(), settled()
+    for model in (plain, boosted.model):
+        loss = model(input_ids=batch(0), labels=batch(0)).loss
+        frozen = model.model.layers[1].mlp.experts.gate_up_proj.requires_grad_(False)
+        loss.backward()
+        assert frozen.grad is None
+        frozen.requires_grad_(True)
+    assert_equal(gradients(boosted.model), gradients(plain))
+
+
+def test_parameters_may_be_stepped_within_backward() -> None:
+    """By hooks, each as soon as its gradient has come."""
+    plain, boosted = build(), settled()
+
+    def step(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        with torch.no_grad():
+            param.sub_(param.grad, alpha=0.1)
+        param.grad = None
+
+    for model in (plain, boosted.model):
+        experts = [p for name, p in model.named_parameters() if "experts" in name]
+        handles = [param.register_post_accumulate_grad_hook(step) for param in experts]
+        for i in range(2):
+            model(input_ids=batch(i), labels=batch(i)).loss.backward()
+        for handle in handles:
+            handle.remove()
+    assert boosted.report().expert_misses > 0
+    assert_equal(copies(boosted.model.parameters()), copies(plain.parameters()))
+
+
+@pytest.mark.parametrize("checkpoint", ["reentrant", "saved tensors"])
+def test_a_pass_over_the_same_tokens_before_backward_changes_no_checkpoint(checkpoint: str) -> None:
+    plain, boosted = build(), settled()
+    for model in (plain, boosted.model):
+        checkpointing(model, checkpoint)
+        loss = model(input_ids=batch(0), labels=batch(0)).loss
+        with torch.no_grad():
+            model(input_ids=batch(0))
+        loss.backward()
+    assert_equal(gradients(boosted.model), gradients(plain))
+
+
 def test_experts_that_no_optimizer_steps_have_the_cache_though_they_could_train() -> None:
     plain = build().eval()
     boosted = boost_for_inference(build().eval())

@@ -224,10 +224,11 @@ class _RowsOfTrained(torch.autograd.Function):
         """Sends the gradient of the rows, or returns that of the parameter."""
         param = ctx.param
         numbers = torch.tensor(ctx.experts, device=gradient.device)
-        if torch.is_grad_enabled() or _is_seen(param) or not _goes_to_grad(param):
+        if torch.is_grad_enabled() or _is_seen(param) or not _goes_to_grad(ctx):
             full = gradient.new_zeros(param.shape).index_add(0, numbers, gradient)
             return full, None, None, None
-        ctx.send(numbers, gradient)
+        if param.requires_grad:  # as AccumulateGrad: it may have been frozen since forward
+            ctx.send(numbers, gradient)
         return None, None, None, None
 
 
@@ -236,11 +237,11 @@ def _is_seen(param: nn.Parameter) -> bool:
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
-def _goes_to_grad(param: nn.Parameter) -> bool:
+def _goes_to_grad(ctx: Any) -> bool:
     """Whether the backward pass under way adds the parameter's gradient to p.grad."""
-    node = torch.autograd.graph.get_gradient_edge(param).node
+    accumulate, _ = ctx.next_functions[0]  # of the first argument, which is the parameter
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(torch._C._will_engine_execute_node(accumulate))
     except RuntimeError:  # torch.autograd.grad returns it
         return False
 
@@ -338,7 +339,7 @@ class SavedRows:
         if not isinstance(saved, _View):
             assert self._outer
             return self._outer[1](saved)
-        rows_of_call = self._fetched()
+        rows_of_call = self._fetched(saved.position)
         with torch.no_grad():
             rows = rows_of_call.take(saved.position)
             view = rows.as_strided(saved.size, saved.stride, saved.offset)
@@ -347,12 +348,18 @@ class SavedRows:
             self._left, self._rows = self._views, None
         return view
 
-    def _fetched(self) -> Rows:
-        if self._layer.versions() != self._versions:
+    def _fetched(self, position: int) -> Rows:
+        """Returns the rows, of which a parameter's at that position are those of forward.
+
+        Others may have been written since their gradients have come, as by an optimizer that steps
+        within backward.
+        """
+        version = self._layer.versions()[position]
+        if version != self._versions[position]:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: experts' parameters are at versions {self._layer.versions()}; "
-                f"expected versions {self._versions} instead"
+                f"inplace operation: a parameter of experts is at version {version}; expected "
+                f"version {self._versions[position]} instead"
             )
         if self._rows is None:
             self._rows = self._layer.fetch(self._experts) or self._layer.read(self._experts)

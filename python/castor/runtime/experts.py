@@ -26,7 +26,7 @@ from castor.runtime.spec import ModelSpec
 _IN_ANY_ORDER = ("grouped_mm", "batched_mm")
 """Implementations of transformers whose sums do not depend on the experts' numbers."""
 _DECISIONS = 64
-"""Number of a layer's forwards under checkpoints whose decisions wait for their backward."""
+"""Number of sets of a layer's experts of which decisions under checkpoints are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +260,7 @@ class ExpertCall:
         self._next_router = next_router
         self._full = False
         """Whether steps take the full layer now."""
-        self._decided: dict[tuple[int, ...], bool] = {}
-        """Whether forwards under a checkpoint took rows, by the experts that they needed."""
+        self._decisions = _Decisions()
         self._params = _own(module)
         self._trains = any(trains)
         self._untrained = [p for p, t in zip(self._params.values(), trains, strict=True) if not t]
@@ -383,12 +382,14 @@ class ExpertCall:
         there, and a plan is of steps that go on in the same way.
         """
         hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        checkpoint = (
-            not torch.is_grad_enabled()
-            or getattr(hooks and hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
-        )
+        compared = getattr(hooks and hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+        checkpoint = not torch.is_grad_enabled() or compared
         again = torch._C._current_graph_task_id() != -1
-        decided = self._decided.get(tuple(needed)) if again else None
+        decided = None
+        if again:
+            decided = self._decisions.of_second(needed)
+        elif compared:
+            decided = self._decisions.of_others(needed)
         if not again:
             self._rows.needs(needed)
         if not self._rows.steps.by_row:
@@ -402,10 +403,8 @@ class ExpertCall:
         rows: Rows | None = self._rows.fetch(needed) if by_row else None
         if decided and rows is None:  # a checkpoint wants what its first forward had
             rows = self._rows.read(needed)
-        if not again and checkpoint:
-            self._decided[tuple(needed)] = rows is not None
-            while len(self._decided) > _DECISIONS:
-                del self._decided[next(iter(self._decided))]
+        if compared and not again:
+            self._decisions.note(needed, rows is not None)
         if rows is None:
             return None
         if again:
@@ -459,6 +458,43 @@ class ExpertCall:
         if name in kwargs:
             return args, {**kwargs, name: at}
         return (args[0], at, *args[2:]), kwargs
+
+
+class _Decisions:
+    """Decisions of a layer's forwards under torch's checkpoints: rows, or the full layer.
+
+    Torch compares what the second forward of a checkpoint saves with what the first one saved. The
+    second one, within backward, is told by the experts that it needs. So all first forwards that
+    need the same ones, and whose backward is to come, take the same. Passes without gradients
+    between them save nothing, and decide for themselves.
+    """
+
+    def __init__(self) -> None:
+        self._by_row: dict[tuple[int, ...], bool] = {}
+        self._waiting: dict[tuple[int, ...], int] = {}
+        """Number of forwards whose backward is to come."""
+
+    def of_second(self, needed: list[int]) -> bool | None:
+        """Returns whether the first forward took rows; None: it is not known."""
+        key = tuple(needed)
+        if key in self._by_row:
+            self._waiting[key] = max(0, self._waiting[key] - 1)
+        return self._by_row.get(key)
+
+    def of_others(self, needed: list[int]) -> bool | None:
+        """Returns whether other first forwards took rows; None: none waits for its backward."""
+        key = tuple(needed)
+        return self._by_row[key] if self._waiting.get(key) else None
+
+    def note(self, needed: list[int], by_row: bool) -> None:
+        """Takes the decision of a first forward."""
+        key = tuple(needed)
+        waiting = self._waiting.pop(key, 0)
+        self._by_row.pop(key, None)
+        self._by_row[key], self._waiting[key] = by_row, waiting + 1
+        while len(self._by_row) > _DECISIONS:
+            oldest = next(iter(self._by_row))
+            del self._by_row[oldest], self._waiting[oldest]
 
 
 class _Call(Protocol):
