@@ -270,6 +270,15 @@ def test_optimizers_over_several_modules_and_later_ones(train: Any, torchs_own: 
             assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
 
 
+def test_modules_of_16_bits_take_inputs_of_their_type_in_fp32(torchs_own: None) -> None:
+    Loops(SETTINGS | {"precision": "fp32"}).watch()
+    first, second = layers(0).bfloat16(), layers(1).bfloat16()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    second(first(batch(0).bfloat16())).sum().backward()
+    assert boosted(optimizer)
+    assert second[2].weight.dtype == torch.float32
+
+
 def test_a_later_optimizer_of_other_parameters_is_refused(watched: None) -> None:
     first, second = layers(0), layers(1)
     made = [torch.optim.SGD(first.parameters(), lr=0.1)]

@@ -315,6 +315,16 @@ def test_half_precision_model_can_be_boosted_to_any_precision() -> None:
         assert {p.dtype for p in boosted.model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inputs_may_have_the_type_that_the_model_had(dtype: torch.dtype) -> None:
+    model = boost(nn.Sequential(nn.Linear(8, 4)).to(dtype), precision="fp32").model
+    x = torch.randn(2, 8).to(dtype)
+    assert equal(model(x), model(x.float()))
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    with pytest.raises(RuntimeError, match="same dtype"):  # as before boost
+        model(x.to(other))
+
+
 def test_second_warning_does_not_come_but_another_model_warns_anew() -> None:
     for _ in range(2):
         boosted = boost(tower())

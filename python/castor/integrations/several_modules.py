@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from castor.runtime.boosted_model import model_with
 from castor.runtime.engine import engine_of, engines_holding
 from castor.runtime.hooks import ModuleHook, WrappedForward
-from castor.runtime.input_cast import InputCast
+from castor.runtime.packed import is_packed
 from castor.runtime.rules import params_of
 
 
@@ -56,10 +56,10 @@ class CalledBySubmodules(nn.Module):
             if not any(param is not None for param in part._parameters.values()):
                 if not isinstance(part.__dict__.get("forward"), _SubmoduleForward):
                     part.__dict__["forward"] = _SubmoduleForward(part, self)
-            elif engine.settings.precision != "fp32" or engine.device.type != "cpu":
-                dtype = next(part.parameters()).dtype
-                cast = InputCast(dtype, engine.device)
-                part.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+            elif plain := [param for param in part.parameters() if not is_packed(param)]:
+                cast = engine.input_cast(plain[0].dtype, engine.index_of[plain[0]])
+                if cast.needed:
+                    part.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
 
     def _called(self) -> Iterator[nn.Module]:
         seen: set[nn.Module] = set()

@@ -33,7 +33,7 @@ from castor.runtime.experts import Experts, choose_experts
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
 from castor.runtime.hooks import ModuleHook, Replaced, follow, warn_of_late_compiles
-from castor.runtime.input_cast import InputCast, convert_buffers, input_type
+from castor.runtime.input_cast import InputCast, convert_buffers, input_param, input_type
 from castor.runtime.memory_sharing import Aliases, check_unshared, refuse_sharing
 from castor.runtime.model_shards import ModelShards
 from castor.runtime.packed import check_packed_layers, is_packed, settle_layers
@@ -210,6 +210,8 @@ class Engine(CollectiveCalls):
         events = read_trace(settings.trace_file, spec) if settings.trace_file else None
         self.names = spec.names
         self.params = spec.params
+        self.types_before = [param.dtype for param in spec.params]
+        """Types of the parameters before boost."""
         self.index_of = {param: i for i, param in enumerate(spec.params)}
         held = dict.fromkeys(spec.params, True) if self._updated is None else self._updated
         self.trained = [param.requires_grad and param in held for param in spec.params]
@@ -310,11 +312,22 @@ class Engine(CollectiveCalls):
             # The initialiser of the next parameter may read this one.
             self.ranks.barrier("takes the values of a lazy parameter")
 
+    def input_cast(self, dtype: torch.dtype, param: int | None) -> InputCast:
+        """Makes the cast of the inputs of a module of that type.
+
+        Args:
+            dtype: The type.
+            param: A parameter of the module, whose type before boost its inputs may have in fp32.
+        """
+        if self.settings.precision != "fp32" or param is None or is_packed(self.params[param]):
+            return InputCast(dtype, self.device)
+        return InputCast(dtype, self.device, self.types_before[param])
+
     def _install_hooks(self, model: nn.Module, spec: ModelSpec) -> None:
-        if self.settings.precision != "fp32" or self.device.type != "cpu":
-            model.register_forward_pre_hook(
-                InputCast(input_type(spec, self.types), self.device), with_kwargs=True
-            )
+        first = input_param(spec)
+        cast = self.input_cast(input_type(spec, self.types), first)
+        if cast.needed:
+            model.register_forward_pre_hook(cast, with_kwargs=True)
         follow(spec, self.session, self.experts.start(spec, self.session, self.frozen))
         stored = self.settings.nvme_directory and StoredWeights(self.settings.nvme_directory)
         owning = [m for m in model.modules() if m is model or [*m.parameters(recurse=False)]]

@@ -17,14 +17,32 @@ from castor.runtime.tensor_types import TensorTypes
 class InputCast:
     """A pre-hook that moves a model's inputs to its device, and casts floats to its precision.
 
-    In fp32 types stay as they are, so that a model may be called with any type. They also stay if
-    the module that takes the inputs is float32 (`input_type`). Copies of the model keep this hook,
-    as their weights have that precision.
+    In fp32 types stay as they are, so that a model may be called with any type, except the 16-bit
+    type that the model had before: its inputs have it. They also stay if the module that takes the
+    inputs is float32 (`input_type`). Copies of the model keep this hook, as their weights have that
+    precision.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, before: torch.dtype = torch.float32
+    ) -> None:
+        """Takes the type and the device of the weights.
+
+        Args:
+            dtype: Type of the module that takes the inputs.
+            device: Device of the model.
+            before: In fp32, type of that module before castor converted it.
+        """
         self._dtype = dtype
         self._device = device
+        self._converts = dtype != torch.float32 or before != torch.float32
+        self._before = before if dtype == torch.float32 else None
+        """The only type that is cast; None: all."""
+
+    @property
+    def needed(self) -> bool:
+        """Whether it does anything."""
+        return self._converts or self._device.type != "cpu"
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the inputs of a forward, moved and cast."""
@@ -32,7 +50,9 @@ class InputCast:
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            keep = self._dtype == torch.float32 or not value.is_floating_point()
+            keep = not (self._converts and value.is_floating_point()) or (
+                self._before not in (None, value.dtype)
+            )
             moved = value.to(device=self._device, dtype=value.dtype if keep else self._dtype)
             if keep and moved is not value and not (value.is_inference() or moved.is_inference()):
                 moved._castor_given = (value, value._version, moved._version)  # type: ignore[attr-defined]
@@ -61,12 +81,17 @@ def as_given(value: torch.Tensor) -> torch.Tensor:
 
 def input_type(spec: ModelSpec, types: TensorTypes) -> torch.dtype:
     """Returns the type of the module that takes the inputs: the first that is no embedding."""
-    for owner in spec.modules:
-        if owner.params and not isinstance(owner.module, nn.Embedding):
-            first = owner.params[0]
-            kept = types.of_param(spec.names[first]) == torch.float32
-            return torch.float32 if kept and not is_packed(spec.params[first]) else types.working
-    return types.working
+    first = input_param(spec)
+    if first is None or is_packed(spec.params[first]):
+        return types.working
+    kept = types.of_param(spec.names[first]) == torch.float32
+    return torch.float32 if kept else types.working
+
+
+def input_param(spec: ModelSpec) -> int | None:
+    """Returns the first parameter of the module that takes the inputs; None: there is none."""
+    owners = (o for o in spec.modules if o.params and not isinstance(o.module, nn.Embedding))
+    return next((owner.params[0] for owner in owners), None)
 
 
 def convert_buffers(
