@@ -1,6 +1,7 @@
 """Ranks of launchers that tell them little: `python launch_cases.py NAME DIRECTORY`."""
 
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import distributed, multiprocessing
 
 import castor
 from castor.config.memory import host_memory
-from castor.runtime.ranks import rank_of_node, ranks_of_node
+from castor.runtime.ranks import be_alone, rank_of_node, ranks_of_node
 from rank_processes import held_port
 
 RANKS = 2
@@ -71,6 +72,17 @@ def _spawned(rank: int, port: int, directory: Path) -> None:
 def spawn(directory: Path) -> None:
     with held_port() as holder:
         multiprocessing.spawn(_spawned, args=(holder.getsockname()[1], directory), nprocs=RANKS)
+
+
+def forks(_: Path) -> None:
+    """Prints the status of a forked child that does all that is to be done at exit."""
+    be_alone()
+    distributed.all_reduce(torch.ones(1))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # where it waits for ever
+        sys.exit()
+    print(os.waitpid(child, 0)[1])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """How many ranks a process finds on its machine, by what has started it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,10 @@ def test_processes_that_a_script_has_spawned_share_the_machine(
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         launch_cases.assert_shares(rank, (tmp_path / f"{rank}.txt").read_text().splitlines())
+
+
+def test_a_forked_child_ends_where_its_parent_has_a_process_group(tmp_path: Path) -> None:
+    """It waited for threads of the group, which it does not have."""
+    command = [sys.executable, launch_cases.__file__, "forks", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr

@@ -145,7 +145,7 @@ def launch_from_torch() -> None:
         rank=rank,
         world_size=size,
     )
-    atexit.register(leave)
+    _leave_at_exit()
 
 
 def be_alone() -> None:
@@ -155,7 +155,21 @@ def be_alone() -> None:
     """
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        atexit.register(leave)
+        _leave_at_exit()
+
+
+def _leave_at_exit() -> None:
+    """Has this process leave its group when it exits, and no child that it forks.
+
+    A child does not have the threads of the group, for whose end it would wait for ever.
+    """
+    process = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == process:
+            leave()
+
+    atexit.register(end)
 
 
 def leave() -> None:
