@@ -64,6 +64,11 @@ def documents(table: datasets.Dataset) -> list[tuple[tuple[int, ...], tuple[int,
     [
         ({"messages": [QUESTION, ANSWER]}, "messages", Conversation([QUESTION, ANSWER])),
         (
+            {"messages": [QUESTION, ANSWER], "tools": '[{"name": "f"}]'},
+            "messages",
+            Conversation([QUESTION, ANSWER], tools=[{"name": "f"}]),
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWER]},
             "messages",
             Conversation([QUESTION, ANSWER]),
@@ -138,6 +143,13 @@ def test_rows_of_every_format(row: dict[str, Any], name: str, found: object) -> 
             "messages",
             "turn 1 of 'messages' holds a part of type 'image'",
         ),
+        (
+            {"messages": [QUESTION, {**ANSWER, "weight": 2}]},
+            "messages",
+            "turn 2 of 'messages' has the weight 2, which is not 0 or 1",
+        ),
+        ({"messages": [QUESTION, ANSWER], "tools": "f"}, "messages", "a text that is no JSON"),
+        ({"messages": [QUESTION, ANSWER], "tools": ["f"]}, "messages", "is no list of functions"),
         ({"text": "a"}, "messages", "needs 'messages'; the row has text"),
         ([1], "text", "the row is list, not an object"),
         ({"text": " "}, "text", "'text' is empty"),
@@ -187,6 +199,16 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
     assert [Path(one.name).name for one in load(str(tmp_path / "h"))] == names[:3]
 
 
+def test_cells_of_csv_are_texts(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('\ufeffinstruction,input,output\n1,,None\n"a ""b"",\nc",2.50,007\n', "utf-8")
+    (source,) = load(str(path))
+    assert [row for _, row in source.read(source.rows[:], 0)] == [
+        {"instruction": "1", "input": "", "output": "None"},
+        {"instruction": 'a "b",\nc', "input": "2.50", "output": "007"},
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -197,6 +219,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         ("a.jsonl", "[1]\n[2]", r"with keys; .*a\.jsonl, line 1: the row is list, not an object"),
         ("a.jsonl", "\n\0\1", r"with keys; .*a\.jsonl, line 2: the row is no JSON"),
         ("a.jsonl", "null", r"with keys; .*a\.jsonl, line 1: the row is null"),
+        ("a.csv", "text,text\n1,2", r"a\.csv cannot be read as csv: a name is twice in its first"),
         ("a.doc", "x", r"a\.doc is of no known kind; rows are read from \.jsonl"),
         ("a.parquet", "x", r"a\.parquet cannot be read as parquet"),
     ],
@@ -379,8 +402,8 @@ def test_a_full_disk_is_named_and_leaves_no_half_of_a_part(
     monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "write_table", filling)
     with pytest.raises(UsageError, match="has no room for the tokenised rows; make some, or name"):
         prepare(data, tokenizer(), method="pretrain")
-    left = [one.name for one in (tmp_path / "cache").rglob("*") if one.is_file()]
-    assert left == ["00000.arrow"]
+    left = [one for one in (tmp_path / "cache").rglob("*") if one.is_file()]
+    assert [one.name for one in left if one.parent.name != "places"] == ["00000.arrow"]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -479,6 +502,23 @@ def test_pairs_stay_texts_or_messages(tmp_path: Path, method: str) -> None:
         f"{tmp_path}/b.jsonl, line 2: its prompt and answers are of another form than the first "
         "row's",
     )
+
+
+def test_pairs_that_trl_would_leave_out_are_counted(tmp_path: Path) -> None:
+    words, long = tokenizer(CHATML), "a b " * 20
+    rows = [
+        {"prompt": "q", "chosen": "yes", "rejected": "no"},
+        {"prompt": "q", "chosen": long, "rejected": "no"},
+        {"prompt": long, "chosen": "yes", "rejected": "no"},
+    ]
+    data = DataSection(
+        train=written(tmp_path / "a.jsonl", rows), held_out=0, max_length=20, packing=False
+    )
+    found = prepare(data, words, method="dpo")
+    assert found.train["prompt"][:] == ["q", "q"]
+    assert found.outcomes == {Outcome.KEPT: 1, Outcome.TRUNCATED: 1, Outcome.WITHOUT_LOSS: 1}
+    found = prepare(data.model_copy(update={"truncation": "drop"}), words, method="reward")
+    assert found.outcomes == {Outcome.KEPT: 1, Outcome.TOO_LONG: 2}
 
 
 def test_a_method_refuses_rows_of_another(tmp_path: Path) -> None:

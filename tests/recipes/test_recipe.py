@@ -58,6 +58,9 @@ def test_defaults_that_depend_on_the_method_are_written_out(here: Path) -> None:
     assert dpo.method.lora.r == 8
     assert load(written(here, "pretrain")).data.loss_on == "all"
     assert load(written(here)).memory == {"precision": "bf16"}
+    assert load(written(here, "reward")).data.truncation == "drop"
+    with pytest.raises(RecipeError, match=r"data\.truncation: right would cut the answers"):
+        load(written(here, "reward"), ["data.truncation=right"])
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """Loss masks against masks by hand, over random conversations and chat templates."""
 
+import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 from transformers import ByT5Tokenizer
 
 from castor.recipes.data import IGNORED
-from castor.recipes.data.formats import BrokenRowError, Conversation, Text
+from castor.recipes.data.formats import BrokenRowError, Conversation, Text, parse
 from castor.recipes.data.tokens import ChatTemplate, NoTemplateError, Tokenizing, Tokens
 from chat_cases import CHATML, LLAMA2, LLAMA3, TEMPLATES, conversation, mask_by_hand, tokenizer
 
@@ -84,6 +87,105 @@ def test_only_the_completion_of_a_prompt_counts() -> None:
     assert counted(tokenizer(CHATML), row) == "because<|im_end|>\n"
 
 
+FUNCTION = {"name": "f", "arguments": '{"a": 1}'}
+CALL = {
+    "role": "assistant", "content": None,
+    "tool_calls": [{"type": "function", "id": "call00001", "function": FUNCTION}],
+}  # fmt: skip
+TURNS = [QUESTION, CALL, {"role": "tool", "tool_call_id": "call00001", "content": "2"}, ANSWER]
+PUBLISHED = {
+    "qwen3": (
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+        "|<think>\n\n</think>\n\nbecause<|im_end|>\n"
+    ),
+    "qwen2_5": (
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+        "|because<|im_end|>\n"
+    ),
+    "llama3_2": '{"name": "f", "parameters": {"a": 1}}<|eot_id|>|because<|eot_id|>',
+    "gptoss": (
+        ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+        "|<|channel|>final<|message|>because<|return|>"
+    ),
+    "deepseekv3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"  # noqa: RUF001
+        '```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'  # noqa: RUF001
+        "<｜end▁of▁sentence｜>|because<｜end▁of▁sentence｜>"  # noqa: RUF001
+    ),
+    "nemotron_3_nano": (
+        "</think>\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n"
+        "</tool_call>\n<|im_end|>\n|</think>because<|im_end|>\n"
+    ),
+}
+"""Templates of families that TRL has, and what the loss counts of TURNS."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_templates_of_families_show_the_turns_of_a_conversation_with_tools(name: str) -> None:
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+    row = parse({"messages": TURNS}, "messages")
+    assert isinstance(row, Conversation)
+    assert "|".join(counted_texts(template, row)) == PUBLISHED[name]
+    again = Conversation([*row.messages, QUESTION, {**ANSWER, "content": "so"}])
+    assert len(counted_texts(template, again)) == 3
+
+
+def test_a_template_that_ends_turns_otherwise_at_the_end_shows_earlier_ones() -> None:
+    template = (Path(trl.__file__).parent / "chat_templates" / "phi3.jinja").read_text("utf-8")
+    row = Conversation([QUESTION, ANSWER, QUESTION, {**ANSWER, "content": "so"}])
+    assert counted_texts(template, row) == ["because<|end|>", "so<|end|>\n</s>"]
+    row = parse({"messages": TURNS}, "messages")
+    assert isinstance(row, Conversation)
+    with pytest.raises(BrokenRowError, match="does not write the function 'f' of 'tools' or"):
+        counted_texts(template, row)
+
+
+def counted_texts(template: str, row: Conversation) -> list[str]:
+    """The characters that the loss counts, of a tokenizer with the special tokens of templates."""
+    words = copy.deepcopy(tokenizer())
+    words.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|im_end|>", "<|user|>"]})
+    text, spans = Tokenizing(words, template, loss_on="assistant").characters(row)
+    return [text[begin:end] for begin, end in spans]
+
+
+def test_a_turn_of_weight_0_does_not_count() -> None:
+    row = parse({"messages": [QUESTION, {**ANSWER, "weight": 0}, QUESTION, ANSWER]}, "messages")
+    assert isinstance(row, Conversation)
+    assert counted(tokenizer(CHATML), row) == "because<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "(c['function']['arguments'] | tojson)",  # an object; a text would come in quotes
+        "('' + c['function']['arguments'])",  # a text; an object cannot be added to one
+    ],
+)
+def test_arguments_of_tool_calls_are_written_as_the_template_takes_them(write: str) -> None:
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+        "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] ~ WRITE }}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ).replace("WRITE", write)
+    for arguments in ('{"city": "Rom"}', {"city": "Rom"}):
+        function = {"name": "f", "arguments": arguments}
+        call = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+        row = parse({"messages": [QUESTION, call]}, "messages")
+        assert isinstance(row, Conversation)
+        assert counted(tokenizer(template), row) == 'f{"city": "Rom"}<|im_end|>\n'
+
+
+def test_tool_calls_that_are_none_are_refused() -> None:
+    tokenizing = Tokenizing(tokenizer(CHATML), None, loss_on="assistant")
+    for call, said in (
+        ({"function": {"name": "f", "arguments": "{"}}, "arguments of a tool call are no JSON"),
+        ({"function": {"arguments": "{}"}}, "is no call of a function with a name"),
+    ):
+        with pytest.raises(BrokenRowError, match=said):
+            tokenizing.characters(Conversation([QUESTION, {**ANSWER, "tool_calls": [call]}]))
+
+
 def test_marks_of_the_template_are_followed() -> None:
     template = (
         "{% for m in messages %}{{ '<|head|>' + m['role'] + '<|/head|>' }}"
@@ -153,6 +255,7 @@ def test_tokenizers_that_merge_without_offsets_are_refused_by_name() -> None:
 
 def test_ids_are_those_of_a_call_of_the_tokenizer() -> None:
     words, choice = tokenizer(CHATML), random.Random(0)
+    words = copy.deepcopy(words)  # other tests have the same one
     words.backend_tokenizer.enable_truncation(3)  # as a tokenizer.json may say
     words.backend_tokenizer.enable_padding()
     texts = ["", "a", "<|im_end|> within", "".join(choice.choices("why s\n", k=40))]

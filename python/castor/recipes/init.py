@@ -24,6 +24,9 @@ _DATA = """\
 _CUT = """\
   truncation: right       # of a longer one; drop leaves it out, refuse is an error
 """
+_LEFT_OUT = """\
+  truncation: drop        # of a longer pair: it is left out; refuse is an error
+"""
 _SPLIT = """\
   truncation: split       # of a longer one into several; or right, drop, refuse
 """
@@ -102,7 +105,7 @@ def init(method: str, model: str, data: str) -> str:
     if looks_local and not path.exists() and not Path(f"{path}.idx").exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), data)
     rows = _DATA.format(data=_quoted(data), length=length)
-    rows += _SPLIT if chosen == "pretrain" else _CUT
+    rows += {"pretrain": _SPLIT, "reward": _LEFT_OUT}.get(chosen, _CUT)
     if chosen in ("sft", "pretrain"):
         rows += _OF_TOKENS
     if chosen == "sft":

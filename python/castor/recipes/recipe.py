@@ -114,8 +114,8 @@ class DataSection(_Section):
     max_length: Annotated[int, Field(ge=2)] = 2048
     """Tokens of the longest sequence."""
     truncation: Literal["right", "drop", "refuse", "split"] = "right"
-    """Treatment of a longer one: cut at its end, left out, an error, or split into several
-    sequences, as pretrain does by default."""
+    """Treatment of a longer one: cut at its end, left out, as reward does by default, an error, or
+    split into several sequences, as pretrain does by default."""
     packing: bool = True
     """Whether several documents share a sequence, apart from each other."""
     loss_on: Literal["assistant", "all"] = "assistant"
@@ -267,6 +267,13 @@ class Recipe(_Section):
                     f"data.loss_on is for sft: {method.name} compares the answers alone"
                 )
             data.packing = False
+        if method.name == "reward":
+            if "truncation" in data.model_fields_set and data.truncation == "right":
+                raise ValueError(
+                    "data.truncation: right would cut the answers that reward compares as a whole; "
+                    "give drop or refuse"
+                )
+            data.truncation = "refuse" if data.truncation == "refuse" else "drop"
         if method.name == "pretrain":
             if "loss_on" in data.model_fields_set and data.loss_on == "assistant":
                 raise ValueError("data.loss_on: assistant is for sft: pretrain counts every token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -36,6 +37,22 @@ class Conversation:
     messages: list[Message]
     loss_from: int = 0
     tools: list[dict[str, Any]] | None = None
+
+    @property
+    def counted(self) -> list[int]:
+        """Indices of the messages that the loss counts: OpenAI's weight 0 leaves a turn out."""
+        return [
+            number
+            for number, turn in enumerate(self.messages)
+            if turn["role"] == "assistant" and number >= self.loss_from and turn.get("weight") != 0
+        ]
+
+    @property
+    def functions(self) -> list[str]:
+        """Names of the functions that are described or called."""
+        calls = [call for turn in self.messages for call in turn.get("tool_calls") or []]
+        functions = [one.get("function", one) for one in (*(self.tools or []), *calls)]
+        return [str(one.get("name", "")) for one in functions if isinstance(one, dict)]
 
 
 @dataclass(frozen=True)
@@ -124,8 +141,25 @@ def _messages(value: Any, key: str) -> list[Message]:
         message = {"role": role, "content": _content(content, where), **more}
         if role == "assistant" and not message["content"].strip() and not more.get("tool_calls"):
             raise BrokenRowError(f"{where} is an empty turn of the assistant")
+        if more.get("weight", 1) not in (0, 1):
+            raise BrokenRowError(f"{where} has the weight {more['weight']!r}, which is not 0 or 1")
         found.append(message)
     return found
+
+
+def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Returns the functions of a row, which may be JSON within a text."""
+    tools = row.get("tools") or None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BrokenRowError(f"'tools' is a text that is no JSON: {error}") from None
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(one, dict) for one in tools)
+    ):
+        raise BrokenRowError("'tools' is no list of functions")
+    return tools
 
 
 def _conversation(row: Mapping[str, Any], key: str) -> Conversation:
@@ -135,7 +169,7 @@ def _conversation(row: Mapping[str, Any], key: str) -> Conversation:
         messages.insert(0, {"role": "system", "content": system})
     if all(message["role"] != "assistant" for message in messages):
         raise BrokenRowError(f"{key!r} has no turn of the assistant to learn from")
-    return Conversation(messages, tools=row.get("tools") or None)
+    return Conversation(messages, tools=_tools(row))
 
 
 def _alpaca(row: Mapping[str, Any]) -> Conversation:
@@ -161,7 +195,7 @@ def _prompt_completion(row: Mapping[str, Any]) -> Conversation | Text:
         before, after = _messages(prompt, "prompt"), _messages(completion, "completion")
         if all(message["role"] != "assistant" for message in after):
             raise BrokenRowError("'completion' has no turn of the assistant")
-        return Conversation([*before, *after], len(before), row.get("tools") or None)
+        return Conversation([*before, *after], len(before), _tools(row))
     text, answer = _text_of(row, "prompt"), _text_of(row, "completion")
     if not answer:
         raise BrokenRowError("'completion' is empty")
@@ -233,7 +267,8 @@ def detect(keys: Sequence[str]) -> str:
             return name
     wanted = "; ".join(f"{name} ({', '.join(needed)})" for name, (needed, _) in _READERS.items())
     known = [key for needed, _ in _READERS.values() for key in needed]
-    meant = next(filter(None, (did_you_mean(key, known) for key in keys)), "")
+    unknown = [key for key in keys if key not in known]
+    meant = next(filter(None, (did_you_mean(key, known) for key in unknown)), "")
     found = ", ".join(sorted(keys)) or "none"
     raise BrokenRowError(f"the keys ({found}) are those of no format{meant}; formats are {wanted}")
 

@@ -28,7 +28,7 @@ import xxhash
 from castor.errors import UsageError
 from castor.recipes.data import IGNORED
 from castor.recipes.data.formats import BrokenRowError, Message, Preference, Text, parse
-from castor.recipes.data.sources import Source, load
+from castor.recipes.data.sources import Source, cache, load
 from castor.recipes.data.tokens import Spans, Tokenizing, Tokens
 from castor.recipes.recipe import OF_PAIRS, DataSection, DataSource
 
@@ -36,7 +36,7 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 
 ROWS_PER_PART = 20_000
 _ROWS_PER_BATCH = 1000
-_LAYOUT = 3
+_LAYOUT = 4
 """Version of the cached files; another one when their content changes for the same settings."""
 _PACKED_TOKENS = 1 << 20
 """Tokens that are packed at once, in memory."""
@@ -232,6 +232,8 @@ def _split(rows: list[Indices], held_out: float, seed: int) -> tuple[list[Indice
             f"data.held_out is {held_out}: {count} of {total} rows would leave none to train on; "
             "give fewer"
         )
+    if not count:
+        return rows, [one[:0] for one in rows]
     drawn = np.zeros(total, bool)
     drawn[np.random.default_rng([seed, 0]).permutation(total)[:count]] = True
     parts = np.split(drawn, np.cumsum([len(one) for one in rows])[:-1])
@@ -241,6 +243,8 @@ def _split(rows: list[Indices], held_out: float, seed: int) -> tuple[list[Indice
 
 def _repeated(rows: Indices, weight: float, random: np.random.Generator) -> Indices:
     """Takes each row `weight` times; of the fraction, randomly drawn rows once more."""
+    if weight == 1:
+        return rows
     whole = int(weight)
     more = np.sort(random.permutation(len(rows))[: round(len(rows) * (weight - whole))])
     return np.concatenate([*[rows] * whole, rows[more]])
@@ -262,7 +266,7 @@ class _Work:
             _LAYOUT, self._pairs, data.loss_on, data.max_length, data.truncation, data.broken_rows,
             template, _identity(tokenizer),
         )  # fmt: skip
-        self.cache = Path(datasets.config.HF_DATASETS_CACHE) / "castor"
+        self.cache = cache()
 
     def open(self, path: str, format_name: str) -> list[_Tokenised]:
         """Opens and tokenises what a recipe names.
@@ -438,8 +442,10 @@ class _Work:
                 if row is not None:
                     pair = parse(row, source.format_name)
                     assert isinstance(pair, Preference)
-                    length = self._length_of_pair(pair, as_text)
+                    length, of_prompt = self._lengths_of_pair(pair, as_text)
                     outcome = self._outcome(place, length)
+                    if outcome is Outcome.TRUNCATED and of_prompt >= self._data.max_length:
+                        outcome = Outcome.WITHOUT_LOSS
                     if outcome <= Outcome.TRUNCATED:
                         parts = (pair.prompt, pair.chosen, pair.rejected)
             except BrokenRowError as error:
@@ -449,15 +455,17 @@ class _Work:
                 column.append(value)
         return columns
 
-    def _length_of_pair(self, pair: Preference, as_text: bool) -> int:
-        """Tokenises both answers with their prompt, and returns the longer one's length."""
+    def _lengths_of_pair(self, pair: Preference, as_text: bool) -> tuple[int, int]:
+        """Returns the tokens of the longer answer with its prompt, and those of the prompt."""
         prompt, *answers = (
             _part(part, as_text) for part in (pair.prompt, pair.chosen, pair.rejected)
         )
-        render = str if as_text else self._tokenizing.template.render
+        render: Any = str if as_text else self._tokenizing.template.render
         texts = [render(prompt + answer) for answer in answers]
+        texts.append(prompt if as_text else render(prompt, generation_prompt=True))
         done = self._tokenizing([(text, [(0, len(text))], as_text) for text in texts])
-        return max(len(tokens.ids) for tokens in done if isinstance(tokens, Tokens))
+        *whole, of_prompt = [len(tokens.ids) for tokens in done if isinstance(tokens, Tokens)]
+        return max(whole), of_prompt
 
     def broken(self, source: _Tokenised) -> list[str]:
         """Names the first broken rows of a source, and why they are."""
@@ -472,7 +480,7 @@ class _Work:
         try:
             parsed = parse(row, source.format_name)
             if isinstance(parsed, Preference):
-                return str(self._length_of_pair(parsed, self._are_texts(source)))
+                return str(self._lengths_of_pair(parsed, self._are_texts(source)))
             text, spans = self._tokenizing.characters(parsed)
             return str(self._tokenizing([(text, spans, isinstance(parsed, Text))])[0])
         except BrokenRowError as error:
@@ -484,12 +492,12 @@ class _Work:
         """Joins the chosen rows of all sources, packed where the recipe says so."""
         begins = np.cumsum([0, *(len(source.table) for source in sources)])[:-1]
         rows = np.concatenate([one + at for one, at in zip(chosen, begins, strict=True)])
-        lengths = np.concatenate([source.lengths for source in sources])[rows].astype(np.int64)
-        counted = int(np.concatenate([source.counted for source in sources])[rows].sum())
+        lengths = np.concatenate([source.lengths for source in sources])[rows]
+        counted = np.concatenate([source.counted for source in sources])[rows].sum(dtype=np.int64)
         table = datasets.concatenate_datasets([source.table for source in sources]).select(rows)
         table = table.select_columns(list(_PARTS if self._pairs else _OF_TOKENS))
         limit, packs = self._data.max_length, self._data.packing and not self._pairs
-        chosen_rows = xxhash.xxh3_128_hexdigest(rows.tobytes())
+        chosen_rows = xxhash.xxh3_128_hexdigest(rows.data)
         key = _hash(*(source.key for source in sources), chosen_rows, packs)
         (self.cache / key).mkdir(parents=True, exist_ok=True)
 
@@ -501,7 +509,7 @@ class _Work:
                 "desc": f"{step} rows ({name})",
             }
 
-        num_tokens = int(np.minimum(lengths, limit).sum())
+        num_tokens = int(np.minimum(lengths, limit).sum(dtype=np.int64))
         if self._data.truncation == "split" and bool((lengths > limit).any()):
             table = table.with_format("numpy").map(
                 functools.partial(_pieces, capacity=limit),
@@ -512,14 +520,15 @@ class _Work:
             )
             table = table.with_format(None)
             # All pieces of a document but the first repeat a token.
-            num_tokens = int((lengths + np.maximum(-(-(lengths - 1) // (limit - 1)), 1) - 1).sum())
+            pieces = np.maximum(-(-(lengths - 1) // (limit - 1)), 1)
+            num_tokens = int(lengths.sum(dtype=np.int64) + (pieces - 1).sum(dtype=np.int64))
         if not packs:
-            return table, _Figures(num_tokens, counted, None)
+            return table, _Figures(num_tokens, int(counted), None)
         from trl import pack_dataset
 
         batch_size = max(len(table) * _PACKED_TOKENS // num_tokens, 1)
         table = pack_dataset(table, limit, map_kwargs={"batch_size": batch_size, **kept_as("pack")})
-        return table, _Figures(num_tokens, counted, num_tokens / (len(table) * limit))
+        return table, _Figures(num_tokens, int(counted), num_tokens / (len(table) * limit))
 
 
 def _pieces(batch: dict[str, Any], capacity: int) -> dict[str, list[Any]]:

@@ -1,29 +1,31 @@
 """Finds the rows of a recipe's data: files, folders and names of the Hugging Face hub.
 
 Files of JSON and text are not copied: their rows are places in them, and a row is read when it is
-tokenised. Tables (CSV, Parquet, Arrow, the hub's data sets) are memory-mapped from
-the cache of the datasets library (HF_DATASETS_CACHE).
+tokenised. The places, and tables (CSV, Parquet, Arrow, the hub's data sets), are memory-mapped
+from the cache of the datasets library (HF_DATASETS_CACHE).
 """
 
 from __future__ import annotations
 
 import codecs
+import csv
+import io
 import json
 import mmap
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import xxhash
-from datasets.table import InMemoryTable
 
+from castor.checkpoint.files import write_file
 from castor.config.names import did_you_mean
 from castor.recipes.data import megatron
 from castor.recipes.data.formats import FORMATS, BrokenRowError, detect
@@ -31,12 +33,18 @@ from castor.recipes.data.formats import FORMATS, BrokenRowError, detect
 _TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _ROWS = (".jsonl", ".ndjson", ".json", ".txt")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_BLOCK = 1 << 24
+_BLOCK = 1 << 22
 """Bytes that are read at once to find lines, and to hash a file."""
+_VALUES = 1 << 16
+"""Values of an array, or documents, whose places are written at once."""
+_PLACES = ("begin", "end", "line")
+"""Offsets of a row's first byte and behind its last one, and the line in which it begins."""
 _MARKS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """Strings of JSON, and the signs that end or begin a value."""
 _BLANK = re.compile(rb"[ \t\r\n]*")
 
+Columns: TypeAlias = tuple[npt.NDArray[np.int64], ...]
+"""Values of several columns."""
 Reader = Callable[[dict[str, list[Any]], int], list[tuple[str, Any]]]
 """Reads a batch of places, the first of which has the given number: each row's place and content.
 The content is a BrokenRowError where the row is none, and None for a line of blanks."""
@@ -115,30 +123,70 @@ def _folder(path: Path) -> Iterator[Source]:
 
 def _file(path: Path) -> Source:
     if path.suffix in _TABLES:
-        options = {"delimiter": "\t"} if path.suffix == ".tsv" else {}
         try:
             table = datasets.load_dataset(
-                _TABLES[path.suffix], data_files=str(path), split="train", **options
+                _TABLES[path.suffix], data_files=str(path), split="train", **_options(path)
             )
         except Exception as error:  # the reader of each kind of file has errors of its own
             cause = error.__cause__ or error
             raise ValueError(f"{path} cannot be read as {path.suffix[1:]}: {cause}") from error
         return _table(str(path), table, _hash(path))
     if path.suffix == ".json" and _begins_with(path, b"["):
-        return _array(path)
+        return _of_places(path, _values, _json_row)
     if path.suffix not in _ROWS:
         known = ", ".join((*_ROWS, *_TABLES, ".bin with .idx"))
         raise ValueError(f"{path} is of no known kind; rows are read from {known}")
-    return _lines(path)
+    return _of_places(path, _lines, _text_line if path.suffix == ".txt" else _json_row)
 
 
-def in_memory(columns: Mapping[str, Any], key: str) -> datasets.Dataset:
-    """Makes a data set of columns, with a hash of them as its fingerprint.
+def _options(path: Path) -> dict[str, Any]:
+    """Returns how datasets reads a table: all columns of a CSV file are texts.
 
-    datasets.Dataset.from_dict pickles the table for one, which pyarrow 26 allows only where
-    datasets lies in a folder site-packages.
+    It would take answers such as 42 for numbers, and NA or None for nothing.
     """
-    return datasets.Dataset(InMemoryTable(pa.table(dict(columns))), fingerprint=key)
+    if _TABLES[path.suffix] != "csv":
+        return {}
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        names = next(csv.reader(file, delimiter=delimiter), [])
+    if len(set(names)) < len(names):
+        raise ValueError(f"a name is twice in its first line ({', '.join(names)})")
+    features = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+    return {"delimiter": delimiter, "na_filter": False, "features": features}
+
+
+def cache() -> Path:
+    """Returns castor's folder in the cache of datasets, which is looked up anew each time."""
+    return Path(datasets.config.HF_DATASETS_CACHE) / "castor"
+
+
+def _stored(name: str, columns: Sequence[str], blocks: Iterable[Columns]) -> datasets.Dataset:
+    """Returns a data set of integers that lie in a file of the cache, not in memory.
+
+    Args:
+        name: Name of the file: a hash of what the values follow from. A file that is there is
+            taken.
+        columns: Names of the columns.
+        blocks: The columns' values, part by part.
+    """
+    path = cache() / "places" / f"{name}.arrow"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, _arrow_stream(columns, blocks))
+    return datasets.Dataset.from_file(str(path))
+
+
+def _arrow_stream(columns: Sequence[str], blocks: Iterable[Columns]) -> Iterator[bytes]:
+    """Yields the bytes of a stream of Arrow, which memory is mapped to."""
+    schema = pa.schema({name: pa.int64() for name in columns})
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, schema) as writer:
+        for block in blocks:
+            writer.write_batch(pa.record_batch(list(map(pa.array, block)), schema=schema))
+            yield sink.getvalue()
+            sink.seek(0)
+            sink.truncate()
+    yield sink.getvalue()
 
 
 def _hash(*files: Path) -> str:
@@ -155,36 +203,32 @@ def _begins_with(path: Path, mark: bytes) -> bool:
         return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(mark)
 
 
-def _line_ends(path: Path) -> npt.NDArray[np.int64]:
-    """Returns the offset of each line break of a file, and the file's size."""
-    breaks, begin = list[npt.NDArray[np.int64]](), 0
+def _lines(path: Path) -> Iterator[Columns]:
+    """Yields begin, end and number of each line of a file that is not empty, in blocks."""
+    begin, number = 0, 1  # of the line that the next block goes on with
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            breaks.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + begin)
-            begin += len(block)
-    return np.concatenate([*breaks, [begin]])
+            breaks = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+            ends = breaks + (file.tell() - len(block))
+            begins = np.concatenate(([begin], ends + 1))
+            numbers = number + np.arange(len(ends))
+            kept = ends > begins[:-1]
+            yield begins[:-1][kept], ends[kept], numbers[kept]
+            begin, number = int(begins[-1]), number + len(ends)
+        if file.tell() > begin:
+            yield tuple(np.asarray([one]) for one in (begin, file.tell(), number))
 
 
-def _lines(path: Path) -> Source:
-    """Opens a file that has a row in each line that is not blank."""
-    ends = _line_ends(path)
-    begins = np.concatenate(([0], ends[:-1] + 1))
-    kept = ends > begins
-    content = _text_line if path.suffix == ".txt" else _json_row
-    return _of_places(path, begins[kept], ends[kept], np.flatnonzero(kept) + 1, content)
+def _values(path: Path) -> Iterator[Columns]:
+    """Yields begin, end and line of each value of a file that is one array of JSON, in blocks.
 
-
-def _array(path: Path) -> Source:
-    """Opens a file that is one array of JSON. Its rows are found by brackets, commas and strings.
+    They are found by brackets, commas and strings.
 
     Raises:
         ValueError: The array has no end, or something follows it.
     """
-    depth, begin, ends = 0, 0, _line_ends(path)
-    places = array("q")  # begin and end of each row
-
-    def line(at: int) -> int:
-        return int(np.searchsorted(ends, at)) + 1
+    depth, begin, count, line, seen = 0, 0, 0, 1, 0
+    places = array("q")  # begin, end and line of each value of a block
 
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for found in _MARKS.finditer(data):
@@ -193,24 +237,27 @@ def _array(path: Path) -> Source:
                 depth += 1
             elif mark in b"]}":
                 depth -= 1
-            if mark == b"[" and depth == 1:
+            ends = (mark == b"," and depth == 1) or (mark in b"]}" and depth == 0)
+            if ends and found.start() > begin:
+                places.extend((begin, found.start(), line))
+                count += 1
+            if ends or (mark == b"[" and depth == 1):
                 begin = _first(data, found.end())
-            elif (mark == b"," and depth == 1) or (mark in b"]}" and depth == 0):
-                if found.start() > begin:
-                    places.extend((begin, found.start()))
-                begin = _first(data, found.end())
-                if depth == 0:
-                    break
+                line, seen = line + data[seen:begin].count(b"\n"), begin
+            if len(places) >= 3 * _VALUES:
+                yield tuple(np.asarray(places).reshape(-1, 3).T)
+                places = array("q")
+            if ends and depth == 0:
+                break
         if depth > 0:
             raise ValueError(
-                f"{path}, line {line(begin)}: the file is no JSON: it ends within row "
-                f"{len(places) // 2 + 1}, which begins here"
+                f"{path}, line {line}: the file is no JSON: it ends within row {count + 1}, which "
+                "begins here"
             )
         if rest := data[begin:].strip():
-            raise ValueError(f"{path}, line {line(begin)}: {rest[:20].decode(errors='replace')!r} "
+            raise ValueError(f"{path}, line {line}: {rest[:20].decode(errors='replace')!r} "
                              "follows the end of the array")  # fmt: skip
-    begins, lasts = np.asarray(places).reshape(-1, 2).T
-    return _of_places(path, begins, lasts, np.searchsorted(ends, begins) + 1, _json_row)
+    yield tuple(np.asarray(places).reshape(-1, 3).T)
 
 
 def _first(data: mmap.mmap, at: int) -> int:
@@ -219,19 +266,13 @@ def _first(data: mmap.mmap, at: int) -> int:
 
 
 def _of_places(
-    path: Path,
-    begins: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
-    lines: npt.NDArray[np.int64],
-    content: Callable[[bytes], Any],
+    path: Path, places: Callable[[Path], Iterator[Columns]], content: Callable[[bytes], Any]
 ) -> Source:
-    """Opens a file whose rows lie between given offsets.
+    """Opens a file whose rows lie between offsets.
 
     Args:
         path: The file.
-        begins: Offset of each row's first byte.
-        ends: Offset behind each row's last byte.
-        lines: Number of the line in which each row begins, from 1.
+        places: `_lines` or `_values`, which finds them.
         content: Reads a row of its bytes.
     """
     opened: list[mmap.mmap] = []
@@ -241,15 +282,15 @@ def _of_places(
             with path.open("rb") as file:
                 opened.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         found = list[tuple[str, Any]]()
-        for begin, end, line in zip(*(places[name] for name in columns), strict=True):
+        for begin, end, line in zip(*(places[name] for name in _PLACES), strict=True):
             bare = opened[0][begin:end].strip()
             if line == 1:
                 bare = bare.removeprefix(codecs.BOM_UTF8)
             found.append((f"{path}, line {line}", content(bare) if bare else None))
         return found
 
-    columns, key = {"begin": begins, "end": ends, "line": lines}, _hash(path)
-    return Source(str(path), in_memory(columns, key), key, read)
+    key = _hash(path)
+    return Source(str(path), _stored(f"{key}{places.__name__}", _PLACES, places(path)), key, read)
 
 
 def _json_row(row: bytes) -> Any:
@@ -257,7 +298,8 @@ def _json_row(row: bytes) -> Any:
         found = json.loads(row)
     except json.JSONDecodeError as error:
         line = f" of its line {error.lineno}" if error.lineno > 1 else ""
-        return BrokenRowError(f"the row is no JSON: {error.msg} at character {error.colno}{line}")
+        said = error.msg.removesuffix(" at")
+        return BrokenRowError(f"the row is no JSON: {said} at character {error.colno}{line}")
     except (UnicodeDecodeError, RecursionError) as error:
         return BrokenRowError(f"the row is no JSON: {error}")
     return BrokenRowError("the row is null, not an object with keys") if found is None else found
@@ -303,7 +345,10 @@ def _megatron(path: Path) -> Source:
     tokens = megatron.TokenFile(path)
     files = megatron.paths(path)
     key = _hash(*files)
-    rows = in_memory({"document": np.arange(len(tokens))}, key)
+    counts = (
+        (np.arange(at, min(at + _VALUES, len(tokens))),) for at in range(0, len(tokens), _VALUES)
+    )
+    rows = _stored(key, ["document"], counts)
 
     def read(places: dict[str, list[Any]], first: int) -> list[tuple[str, Any]]:
         return [

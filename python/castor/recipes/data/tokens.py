@@ -15,11 +15,13 @@ prefix of all ids.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jinja2
@@ -110,18 +112,17 @@ class ChatTemplate:
             BrokenRowError: The template refuses the conversation, or the place of a turn cannot be
                 told.
         """
-        messages, tools = conversation.messages, conversation.tools
-        turns = [number for number, turn in enumerate(messages) if turn["role"] == "assistant"]
         if self._marked:
-            return self._marked_spans(conversation, turns)
+            return self._marked_spans(conversation)
+        messages, tools = conversation.messages, conversation.tools
         full = self.render(messages, tools)
         found = self._by_pieces(messages, full) if tools is None else None
         if found is None:
             within = _Turns(self, messages, tools, full)
-            found = {turn: within.span(turn) for turn in turns if turn >= conversation.loss_from}
-        return full, [found[turn] for turn in turns if turn >= conversation.loss_from]
+            found = {turn: within.span(turn) for turn in conversation.counted}
+        return full, [found[turn] for turn in conversation.counted]
 
-    def _marked_spans(self, conversation: Conversation, turns: list[int]) -> tuple[str, Spans]:
+    def _marked_spans(self, conversation: Conversation) -> tuple[str, Spans]:
         """Takes the ranges that the template marks by {% generation %}."""
         from transformers.utils import chat_template_utils
 
@@ -137,15 +138,65 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             raise BrokenRowError(f"the chat template refuses the conversation: {error}") from error
-        if conversation.loss_from == 0:
+        roles = [message["role"] for message in conversation.messages]
+        turns = [number for number, role in enumerate(roles) if role == "assistant"]
+        counted = conversation.counted
+        if counted == turns:
             return full, list(found)
         if len(found) != len(turns):
             raise BrokenRowError(
                 f"the chat template marks {len(found)} places by generation, and the conversation "
-                f"has {len(turns)} turns of the assistant: those of the completion cannot be told"
+                f"has {len(turns)} turns of the assistant: those that count cannot be told"
             )
         pairs = zip(turns, found, strict=True)
-        return full, [place for turn, place in pairs if turn >= conversation.loss_from]
+        return full, [place for turn, place in pairs if turn in counted]
+
+    def taken(self, conversation: Conversation) -> Conversation:
+        """Returns a conversation whose tool calls have their arguments as the template takes them.
+
+        OpenAI's format has JSON in a text. Most templates take an object, and some write a text
+        that they are given as a text, in quotes.
+
+        Raises:
+            BrokenRowError: The arguments are no JSON.
+        """
+        messages = list[Message]()
+        for message in conversation.messages:
+            calls = list[Any]()
+            for call in message.get("tool_calls") or []:
+                function = call.get("function", call) if isinstance(call, dict) else None
+                if not isinstance(function, dict) or "name" not in function:
+                    raise BrokenRowError(f"{call!r} is no call of a function with a name")
+                function = {**function, "arguments": self._arguments(function.get("arguments"))}
+                calls.append({**call, "function": function} if "function" in call else function)
+            messages.append({**message, "tool_calls": calls} if calls else message)
+        return replace(conversation, messages=messages)
+
+    def _arguments(self, given: Any) -> Any:
+        if isinstance(given, str) and not self._takes_text:
+            try:
+                return json.loads(given or "{}")
+            except ValueError as error:
+                raise BrokenRowError(f"arguments of a tool call are no JSON: {error}") from None
+        if isinstance(given, dict) and self._takes_text:
+            return json.dumps(given, ensure_ascii=False)
+        return given
+
+    @functools.cached_property
+    def _takes_text(self) -> bool:
+        """Whether the template refuses arguments of a tool call that are an object."""
+        function = {"name": "f", "arguments": {"a": "b"}}
+        call = {"id": "call00001", "type": "function", "function": function}
+        asked: list[Message] = [
+            {"role": "user", "content": _PROBES[0]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        for arguments, takes_text in (({"a": "b"}, False), ('{"a": "b"}', True)):
+            function["arguments"] = arguments
+            with contextlib.suppress(BrokenRowError):
+                self.render(asked)
+                return takes_text
+        return False
 
     def _by_pieces(self, messages: list[Message], full: str) -> dict[int, tuple[int, int]] | None:
         """Finds the turns in a text that is nothing but fixed pieces around contents.
@@ -191,6 +242,33 @@ class ChatTemplate:
         except BrokenRowError:
             return None
         return asked[len(history) :] if asked.startswith(history) else None
+
+    @functools.cached_property
+    def ending(self) -> str | None:
+        """The text that ends a turn of the assistant before another turn; None: it is not known."""
+        user, answer = (
+            {"role": role, "content": probe}
+            for role, probe in zip(("user", "assistant"), _PROBES, strict=True)
+        )
+        try:
+            alone, followed = (
+                self.render(turns).partition(_PROBES[1])[2]
+                for turns in ([user, answer], [user, answer, user])
+            )
+        except BrokenRowError:
+            return None
+        if followed.startswith(alone):
+            return alone or None
+        ends = self.specials_in(followed)
+        return followed[: min(ends)] if ends else None
+
+    def specials_in(self, text: str) -> list[int]:
+        """Returns the ends of the special tokens in a text, of each the first one."""
+        return [
+            text.index(token) + len(token)
+            for token in self._tokenizer.all_special_tokens
+            if token in text
+        ]
 
     def _piece(self, role: str, first: bool) -> tuple[str, str] | None:
         """Returns what the template writes before and after a content; None: it cannot be told."""
@@ -253,27 +331,29 @@ class _Turns:
         else:
             lowest = self._content(self._messages, turn - 1, self._full)[1] if turn else 0
         between, prompt = self._full[lowest:start], self._template.prompt or ""
-        if prompt and (at := between.rfind(prompt)) >= 0:
-            return lowest + at + len(prompt)
-        for length in range(len(prompt) - 1, len(prompt) // 2, -1):
-            if between.endswith(prompt[:length]):
-                return start
+        for length in range(len(prompt), len(prompt) // 2, -1):
+            if (at := between.rfind(prompt[:length])) >= 0:
+                return lowest + at + length
         raise self._refused(turn)
 
     def _end(self, turn: int) -> int:
         if turn == len(self._messages) - 1:
             return len(self._full)
         tail = self._render(turn + 1)
-        if tail is None:
-            raise self._refused(turn)
-        if self._full.startswith(tail):
+        if tail is not None and self._full.startswith(tail):
             return len(tail)
-        _, end = self._content(self._messages, turn, self._full)
-        _, end_alone = self._content(self._messages[: turn + 1], turn, tail)
-        after = tail[end_alone:]
-        if not self._full.startswith(after, end):
+        # The template writes a turn otherwise while it is the last one.
+        ending, message = self._template.ending, self._messages[turn]
+        if ending is None or (message.get("tool_calls") and not self._template.specials_in(ending)):
             raise self._refused(turn)
-        return end + len(after)
+        begin = self._begin(turn)
+        if message["content"]:
+            begin = self._content(self._messages, turn, self._full)[1]
+        following, _ = self._content(self._messages, turn + 1, self._full)
+        at = self._full.find(ending, begin, following)
+        if at < 0:
+            raise self._refused(turn)
+        return at + len(ending)
 
     def _render(self, count: int, *, generation_prompt: bool = False) -> str | None:
         """Renders the first messages; None where the template refuses those."""
@@ -360,6 +440,14 @@ class Tokenizing:
         if isinstance(row, Text):
             first = row.prompt_characters if self._loss_on == "assistant" else 0
             return row.text, [(first, len(row.text))]
+        row = self.template.taken(row)
+        written = self.template.render(row.messages, row.tools) if row.functions else ""
+        for function in row.functions:
+            if function not in written:
+                raise BrokenRowError(
+                    f"the chat template does not write the function {function!r} of 'tools' or "
+                    "'tool_calls'; name a template that does in data.chat_template"
+                )
         if self._loss_on == "all":
             text = self.template.render(row.messages, row.tools)
             return text, [(0, len(text))]
