@@ -1,6 +1,5 @@
 """Threads beside the one that trains: what they ask neither hangs nor holds Python up."""
 
-import asyncio
 import os
 import signal
 import textwrap
@@ -43,7 +42,8 @@ HERE = Path(__file__).parent
 # Trains with a link on which a chunk takes 0.4 s, while threads ask all that may be asked. Python
 # must go on meanwhile: `tick` tells for how much of the time a thread that only sleeps is held up.
 RUN = """
-    import sys, threading, time
+    import sys, time
+    from concurrent.futures import ThreadPoolExecutor
     sys.path.insert(0, {here!r})
     import torch
     from torch import nn
@@ -73,8 +73,8 @@ RUN = """
             session.trace()
             session.timeline()
             session.chunks()
-            session.whole
-            session.home(0)
+            session.consistent
+            session.memory()
             torch.tensor([1.0] * 64)
 
     def tick():
@@ -85,9 +85,8 @@ RUN = """
             if (seconds := time.perf_counter() - slept) > 0.2:
                 held_up += seconds
 
-    threads = [threading.Thread(target=work) for work in (ask, ask, tick)]
-    for thread in threads:
-        thread.start()
+    pool = ThreadPoolExecutor()
+    threads = [pool.submit(work) for work in (ask, ask, tick)]
     try:
         for _ in range(2):
             loss = model(torch.ones(4, 256)).square().mean()
@@ -96,8 +95,8 @@ RUN = """
             optimizer.zero_grad()
     finally:
         going = False
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.result()
     print(held_up / (time.perf_counter() - begun))
 """
 
@@ -397,25 +396,6 @@ def test_two_threads_that_train_one_model_add_their_gradients() -> None:
     assert_equal(exact_state(boosted), exact_state(alone))  # sums of two do not know their order
 
 
-def test_a_forward_that_fails_in_one_thread_leaves_the_model_to_the_others() -> None:
-    boosted = serving()
-    model = boosted.model
-    xs, expected = evaluations(boosted)
-    fails = torch.zeros(8, 31, device=xs[0].device)
-
-    def fail() -> None:
-        for _ in range(20):
-            with torch.no_grad(), pytest.raises(RuntimeError, match="shape"):
-                model(fails)
-
-    def serve() -> None:
-        for x, right in zip(xs, expected, strict=True):
-            with torch.no_grad():
-                assert torch.equal(model(x), right)
-
-    assert in_threads(fail, serve, serve) == []
-
-
 class Interrupted(BaseException):
     """As KeyboardInterrupt: torch runs no hook behind it."""
 
@@ -571,24 +551,6 @@ def test_saves_and_reads_wait_for_the_pass_of_another_thread(tmp_path: Path) -> 
         fresh.booster.load_model(fresh.model, path)
         loaded = [param.detach() for param in fresh.model.parameters()]
         assert any(all(map(equal, loaded, one)) for one in weights)
-
-
-def test_executors_and_asyncio_share_a_model() -> None:
-    boosted = serving()
-    model = boosted.model
-    xs, expected = evaluations(boosted)
-
-    @torch.no_grad()
-    def serve(x: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(model(x))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert_equal(list(pool.map(serve, xs)), expected)
-
-    async def gather() -> list[torch.Tensor]:
-        return await asyncio.gather(*(asyncio.to_thread(serve, x) for x in xs))
-
-    assert_equal(asyncio.run(gather()), expected)
 
 
 def test_training_beside_evaluation_on_a_simulated_device(simulated: Simulation) -> None:
