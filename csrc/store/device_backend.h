@@ -11,6 +11,7 @@
 #include "core/device_clock.h"
 #include "core/io_engine.h"
 #include "core/memory_tier.h"
+#include "core/scalar_type.h"
 #include "optim/gradient.h"
 #include "optim/update_rule.h"
 
@@ -56,6 +57,11 @@ class DeviceKernels {
   /// allocate, and so evict: the caller pins the chunks of the segments.
   virtual void square_norms(std::span<const NormSegment> segments, std::span<double> sums,
                             StreamId stream) = 0;
+  /// Gives `stream` the mean of `count` gradients of `numel` elements each, which lie one behind
+  /// the other from `parts` on, with the bits of castor::average(). `mean` may be `parts`. Takes no
+  /// memory.
+  virtual void average(void* mean, const void* parts, std::size_t count, std::size_t numel,
+                       ScalarType type, StreamId stream) = 0;
 };
 
 /// Stream of a device, with copies of its own, for work that the session's compute stream and

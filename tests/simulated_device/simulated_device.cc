@@ -147,6 +147,13 @@ void SimulatedDevice::square_norms(std::span<const NormSegment> segments, std::s
   square_norms_on_host(segments, sums);
 }
 
+void SimulatedDevice::average(void* mean, const void* parts, std::size_t count, std::size_t numel,
+                              ScalarType type, StreamId /*stream*/) {
+  check(mean, numel * size_of(type), "a mean");
+  check(parts, count * numel * size_of(type), "gradients");
+  average_on_host(mean, parts, count, numel, type);
+}
+
 std::unique_ptr<ComputeFence> SimulatedDevice::fence(StreamId /*stream*/) {
   counts_.fences.fetch_add(1);
   return std::make_unique<Fence>(*copies_, copies_->waited());

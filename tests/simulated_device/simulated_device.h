@@ -63,6 +63,8 @@ class SimulatedDevice final : public DeviceBackend, public DeviceKernels {
               StreamId stream) override;
   void square_norms(std::span<const NormSegment> segments, std::span<double> sums,
                     StreamId stream) override;
+  void average(void* mean, const void* parts, std::size_t count, std::size_t numel, ScalarType type,
+               StreamId stream) override;
   [[nodiscard]] std::unique_ptr<ComputeFence> fence(StreamId stream) override;
   void host_writes(std::span<const std::byte> host) override;
 

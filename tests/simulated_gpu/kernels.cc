@@ -9,6 +9,7 @@
 #include "cuda/adam_kernel.h"
 #include "cuda/element_kernel.h"
 #include "cuda/host_kernels.h"
+#include "cuda/mean_kernel.h"
 #include "cuda/norm_kernel.h"
 #include "optim/adam_check.h"
 
@@ -73,6 +74,13 @@ template void element_update<SgdElement<false>>(const UpdateRule&, std::span<con
                                                 cudaStream_t);
 template void element_update<SgdElement<true>>(const UpdateRule&, std::span<const UpdateSegment>,
                                                cudaStream_t);
+
+void average(void* mean, const void* parts, std::size_t count, std::size_t numel, ScalarType type,
+             cudaStream_t stream) {
+  check_address(mean, numel * size_of(type), "a mean");
+  check_address(parts, count * numel * size_of(type), "gradients");
+  queue(stream)->enqueue([=] { testing::average_on_host(mean, parts, count, numel, type); });
+}
 
 std::size_t norm_workspace_doubles(std::span<const NormSegment> segments) noexcept {
   return workspace_of(segments);

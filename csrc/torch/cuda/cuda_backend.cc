@@ -18,6 +18,7 @@
 #include "core/error.h"
 #include "cuda/cuda_error.h"
 #include "cuda/event_clock.h"
+#include "cuda/mean_kernel.h"
 #include "cuda/norm_kernel.h"
 #include "cuda/pinned_pages.h"
 #include "cuda/scoped_device.h"
@@ -190,6 +191,12 @@ class CudaBackend final : public DeviceBackend, public DeviceKernels {
                        cuda::handle_of(stream));
     const at::Tensor host = result.cpu();  // waits
     std::copy_n(host.const_data_ptr<double>(), sums.size(), sums.begin());
+  }
+
+  void average(void* mean, const void* parts, std::size_t count, std::size_t numel, ScalarType type,
+               StreamId stream) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda::average(mean, parts, count, numel, type, cuda::handle_of(stream));
   }
 
   void copy_from_device(std::span<const std::byte> source, std::byte* target) override {

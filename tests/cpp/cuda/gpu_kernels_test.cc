@@ -13,6 +13,8 @@
 #include "cuda/adam_state.h"
 #include "cuda/element_state.h"
 #include "cuda/gpu_test.h"
+#include "cuda/mean_cases.h"
+#include "cuda/mean_kernel.h"
 #include "cuda/norm_kernel.h"
 #include "cuda/update_kernels.h"
 #include "optim/gradient.h"
@@ -170,6 +172,19 @@ TEST_F(GpuKernelTest, RefusesAnIncompleteSegmentBeforeAnythingRuns) {
   EXPECT_THROW(cuda::adam_update({&segment, 1}, nullptr), InvalidArgument);
   const cuda::NormSegment no_data{.numel = 3};
   EXPECT_THROW(cuda::square_norms({&no_data, 1}, nullptr, nullptr, nullptr), InvalidArgument);
+}
+
+TEST_F(GpuKernelTest, MeansHaveTheCpusBits) {
+  ScopedStream stream;
+  testing::for_each_mean([&](const testing::MeanCase& one) {
+    DeviceBuffer parts(one.parts.size());
+    parts.write(one.parts);
+    cuda::average(parts.data(), parts.data(), one.count, one.numel, one.type, stream.get());
+    stream.synchronize();
+    std::vector<std::byte> mean(one.numel * size_of(one.type));
+    parts.read(mean);
+    testing::expect_mean(one, mean);
+  });
 }
 
 TEST_F(GpuKernelTest, SquareNormsHaveTheCpusBits) {

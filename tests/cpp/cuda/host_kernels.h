@@ -13,6 +13,7 @@
 #include "core/error.h"
 #include "cuda/adam_body.h"
 #include "cuda/element_body.h"
+#include "cuda/mean_body.h"
 #include "cuda/norm_body.h"
 #include "cuda/segment_batch.h"
 #include "optim/adam_rule.h"
@@ -138,6 +139,15 @@ inline constexpr KernelsOnHost kKernelsOnHost[] = {
 [[nodiscard]] inline const KernelsOnHost* kernels_on_host(std::string_view rule) noexcept {
   const auto* const found = std::ranges::find(kKernelsOnHost, rule, &KernelsOnHost::rule);
   return found == std::end(kKernelsOnHost) ? nullptr : found;
+}
+
+/// cuda::average().
+inline void average_on_host(void* mean, const void* parts, std::size_t count, std::size_t numel,
+                            ScalarType type) {
+  cuda::for_mean_of(mean, parts, count, numel, type, [](const auto& of) {
+    for (std::size_t i = 0; i < of.numel; ++i)
+      of.run(i);
+  });
 }
 
 /// The first stage of the norm kernels.

@@ -15,6 +15,7 @@
 #include "core/copy_engine.h"
 #include "core/error.h"
 #include "core/fakes.h"
+#include "optim/average.h"
 #include "optim/test_support.h"
 #include "parallel/async_copy_engine.h"
 #include "parallel/immediate_copy_engine.h"
@@ -172,6 +173,10 @@ class FakeDevice final : public DeviceBackend, private DeviceKernels {
   }
   void square_norms(std::span<const NormSegment> /*segments*/, std::span<double> /*sums*/,
                     StreamId /*stream*/) override {}
+  void average(void* mean, const void* parts, std::size_t count, std::size_t numel, ScalarType type,
+               StreamId /*stream*/) override {
+    castor::average(nullptr, mean, parts, count, numel, type);
+  }
 
   template <typename T>
   [[nodiscard]] T locked(const T& value) const {

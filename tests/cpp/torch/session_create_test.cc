@@ -46,6 +46,8 @@ class NoKernels final : public DeviceKernels {
               StreamId /*stream*/) override {}
   void square_norms(std::span<const NormSegment> /*segments*/, std::span<double> /*sums*/,
                     StreamId /*stream*/) override {}
+  void average(void* /*mean*/, const void* /*parts*/, std::size_t /*count*/, std::size_t /*numel*/,
+               ScalarType /*type*/, StreamId /*stream*/) override {}
 };
 
 /// The CPU device, with kernels.
