@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "core/backend_sums.h"
 #include "core/collectives.h"
+#include "core/device_reduction.h"
 #include "core/mutex.h"
 
 namespace castor {

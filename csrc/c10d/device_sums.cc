@@ -28,21 +28,27 @@ at::Tensor bytes_at(std::byte* data, std::size_t bytes, c10::Device device) {
 
 }  // namespace
 
-DeviceSums::DeviceSums(std::string group, c10::Device device)
+DeviceSums::DeviceSums(std::string group, c10::Device device, Reduction reduction)
     : group_(std::move(group)),
       device_(device),
+      reduction_(reduction),
       stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
 
-void DeviceSums::join(std::shared_ptr<Collectives> host) {
+void DeviceSums::join(std::shared_ptr<Collectives> host, std::shared_ptr<DeviceBackend> backend) {
   host_ = std::move(host);
-  ranks_.emplace(group_, device_, *host_, Reduction::kBackend);
+  backend_ = std::move(backend);
+  ranks_.emplace(group_, device_, *host_, reduction_);
 }
 
 std::size_t DeviceSums::window_bytes(std::size_t largest) const {
-  const std::size_t ranks = host_->size();
   const std::size_t piece =
-      align_up(std::clamp<std::size_t>(largest, 1, kPieceBytes), ranks * kParamAlignment);
-  return piece + piece / ranks;
+      align_up(std::clamp<std::size_t>(largest, 1, kPieceBytes), ranks() * kParamAlignment);
+  return piece + (reduction_ == Reduction::kOrdered ? piece : piece / ranks());
+}
+
+std::size_t DeviceSums::most_of_shard() const {
+  const std::size_t shards = reduction_ == Reduction::kOrdered ? 2 * ranks() : ranks() + 1;
+  return window_.size() / shards / kParamAlignment * kParamAlignment;
 }
 
 void DeviceSums::use_window(std::span<std::byte> window) {
@@ -56,18 +62,71 @@ void DeviceSums::finish() {
   ranks_->check();
 }
 
+at::Tensor DeviceSums::on_device(std::span<std::byte> bytes) const {
+  return bytes_at(bytes.data(), bytes.size(), device_);
+}
+
+DeviceSums::Piece DeviceSums::piece_of(std::span<std::byte> values, From from, std::size_t begin,
+                                       std::size_t bytes) {
+  const Piece piece{.given = window_.first(ranks() * bytes),
+                    .mean = window_.data() + ranks() * most_of_shard()};
+  if (from == From::kDevice && ranks() * bytes == values.size()) {
+    return {.given = values, .mean = piece.mean};
+  }
+  const c10::Device source = from == From::kHost ? c10::Device(at::kCPU) : device_;
+  const std::size_t shard = values.size() / ranks();
+  for (std::size_t rank = 0; rank < ranks(); ++rank) {
+    on_device(piece.given.subspan(rank * bytes, bytes))
+        .copy_(bytes_at(values.data() + rank * shard + begin, bytes, source),
+               /*non_blocking=*/true);
+  }
+  return piece;
+}
+
+void DeviceSums::reduce_scatter(const Piece& piece, ScalarType type) {
+  const at::Tensor given = on_device(piece.given);
+  const std::size_t bytes = piece.given.size() / ranks();
+  if (reduction_ == Reduction::kBackend) {
+    ranks_->reduce_scatter(given.view(to_torch(type)),
+                           on_device({piece.mean, bytes}).view(to_torch(type)),
+                           DeviceCollectives::Result::kMean);
+    return;
+  }
+  ranks_->all_to_all(given, on_device({piece.mean, ranks() * bytes}));
+  backend_->kernels()->average(piece.mean, piece.mean, ranks(), bytes / size_of(type), type,
+                               backend_->current_stream());
+}
+
 void DeviceSums::all_reduce_mean(std::span<std::byte> values, ScalarType type) {
+  const at::NoGradGuard no_grad;
   const c10::StreamGuard on(stream_);
-  ranks_->all_reduce(bytes_at(values.data(), values.size(), device_).view(to_torch(type)),
-                     DeviceCollectives::Result::kMean);
+  if (reduction_ == Reduction::kOrdered) {
+    all_reduce_in_order(values, type);
+  } else {
+    ranks_->all_reduce(on_device(values).view(to_torch(type)), DeviceCollectives::Result::kMean);
+  }
   finish();
+}
+
+void DeviceSums::all_reduce_in_order(std::span<std::byte> values, ScalarType type) {
+  const std::size_t shard = values.size() / ranks();
+  const std::size_t most = most_of_shard();
+  for (std::size_t begin = 0; begin < shard; begin += most) {
+    const std::size_t bytes = std::min(most, shard - begin);
+    const Piece piece = piece_of(values, From::kDevice, begin, bytes);
+    reduce_scatter(piece, type);
+    ranks_->all_gather(on_device({piece.mean, bytes}), on_device(piece.given));
+    for (std::size_t rank = 0; rank < ranks() && piece.given.data() != values.data(); ++rank) {
+      on_device(values.subspan(rank * shard + begin, bytes))
+          .copy_(on_device(piece.given.subspan(rank * bytes, bytes)), /*non_blocking=*/true);
+    }
+  }
 }
 
 void DeviceSums::all_gather(std::span<std::byte> all) {
   const c10::StreamGuard on(stream_);
-  const std::size_t shard = all.size() / host_->size();
-  ranks_->all_gather(bytes_at(all.data() + host_->rank() * shard, shard, device_),
-                     bytes_at(all.data(), all.size(), device_));
+  const std::size_t shard = all.size() / ranks();
+  ranks_->all_gather(on_device(all.subspan(host_->rank() * shard, shard)), on_device(all));
   finish();
 }
 
@@ -75,23 +134,14 @@ void DeviceSums::reduce_scatter_mean(std::span<const std::byte> values, From fro
                                      std::span<std::byte> shard, ScalarType type) {
   const at::NoGradGuard no_grad;
   const c10::StreamGuard on(stream_);
-  const std::size_t ranks = host_->size();
-  const std::size_t most = window_.size() / (ranks + 1) / kParamAlignment * kParamAlignment;
-  const c10::Device source = from == From::kHost ? c10::Device(at::kCPU) : device_;
+  const std::span given(const_cast<std::byte*>(values.data()), values.size());
+  const std::size_t most = most_of_shard();
   for (std::size_t begin = 0; begin < shard.size(); begin += most) {
     const std::size_t bytes = std::min(most, shard.size() - begin);
-    auto* const given = const_cast<std::byte*>(values.data());
-    const bool in_place = from == From::kDevice && bytes == shard.size();
-    for (std::size_t rank = 0; rank < ranks && !in_place; ++rank) {
-      bytes_at(window_.data() + rank * bytes, bytes, device_)
-          .copy_(bytes_at(given + rank * shard.size() + begin, bytes, source),
-                 /*non_blocking=*/true);
-    }
-    const at::Tensor all = bytes_at(in_place ? given : window_.data(), ranks * bytes, device_);
-    const at::Tensor mean = bytes_at(window_.data() + ranks * most, bytes, device_);
-    ranks_->reduce_scatter(all.view(to_torch(type)), mean.view(to_torch(type)),
-                           DeviceCollectives::Result::kMean);
-    bytes_at(shard.data() + begin, bytes, at::kCPU).copy_(mean, /*non_blocking=*/true);
+    const Piece piece = piece_of(given, from, begin, bytes);
+    reduce_scatter(piece, type);
+    bytes_at(shard.data() + begin, bytes, at::kCPU)
+        .copy_(on_device({piece.mean, bytes}), /*non_blocking=*/true);
   }
   finish();
 }

@@ -2,13 +2,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "core/backend_sums.h"
+#include "core/device_reduction.h"
 #include "core/error.h"
+#include "core/ledger.h"
 #include "core/rank_messages.h"
 
 namespace castor {
@@ -75,18 +77,30 @@ class Collectives {
 
 /// Groups of the ranks that train a model together, whose collectives do not wait for each other.
 struct RankGroups {
+  static constexpr std::size_t kAnyBytes = std::numeric_limits<std::size_t>::max();
+
   std::shared_ptr<Collectives> passes;     ///< for the thread that runs forward, backward, step
   std::shared_ptr<Collectives> gradients;  ///< for the thread that reduces beside backward
   std::shared_ptr<Collectives> updates;    ///< for the update thread, which may be another
   /// Messages that read other ranks' shards of weights, where each rank stores its own (ZeRO-3);
   /// nullptr: none does.
   std::shared_ptr<RankMessages> reads;
-  /// Sums of gradients by a backend, for the thread of `gradients`; nullptr: they are in rank
-  /// order.
-  std::shared_ptr<BackendSums> sums;
-  /// All-gathers of weights on devices by a backend, for the thread of `updates`; nullptr: they go
-  /// through the host.
-  std::shared_ptr<BackendSums> gathers;
+  /// Sums of gradients on the ranks' devices, for the thread of `gradients`; nullptr: the host adds
+  /// them up, in rank order.
+  std::shared_ptr<DeviceReduction> sums;
+  /// All-gathers of weights on devices, for the thread of `updates`; nullptr: they go through the
+  /// host.
+  std::shared_ptr<DeviceReduction> gathers;
+  /// Device bytes that the communicators of `sums` and `gathers` take.
+  std::size_t communicator_bytes = 0;
+  /// Reservation of those bytes, which the session keeps.
+  std::shared_ptr<Reservation> communicators;
+  /// Device bytes that the communicators, the window and the buffers of gradients may take on this
+  /// rank. Where they take more on any rank, all ranks do without `sums` and `gathers`.
+  std::size_t most_reduction_bytes = kAnyBytes;
+  /// Text for reports: why the host reduces gradients. Empty where `sums` does, or where there is
+  /// no other way.
+  std::string reduces_on_host;
   std::string link;  ///< for reports: the transport of the bytes, and why it is used
 };
 

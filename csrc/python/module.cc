@@ -131,10 +131,11 @@ using PairOfSums = std::pair<std::shared_ptr<DeviceSums>, std::shared_ptr<Device
 
 /// The ranks of three process groups of torch's; `mark`: as link_groups. `reads`:
 /// the name of one for reads of weights that are cut, where they cannot; "": none are. `sums`: what
-/// adds up gradients and gathers weights on devices; nullopt: sums are in rank order.
+/// adds up gradients and gathers weights on the devices of `backend`; nullopt: the host does.
 RankGroups rank_groups(const std::array<std::string, 3>& names,
                        const std::optional<std::string>& mark, const std::string& reads,
-                       const std::optional<PairOfSums>& sums) {
+                       const std::optional<PairOfSums>& sums,
+                       const std::shared_ptr<DeviceBackend>& backend) {
   LinkedGroups linked = link_groups(names, mark, waits_of_process());
   const std::size_t rank = linked.groups[0]->rank();
   const std::size_t size = linked.groups[0]->size();
@@ -142,8 +143,8 @@ RankGroups rank_groups(const std::array<std::string, 3>& names,
                                              numbers_of(*host_backend(names[0])));
   reading->set("reads weights that other ranks keep");
   if (sums) {
-    sums->first->join(linked.groups[1]);
-    sums->second->join(linked.groups[2]);
+    sums->first->join(linked.groups[1], backend);
+    sums->second->join(linked.groups[2], backend);
   }
   return {.passes = linked.groups[0],
           .gradients = linked.groups[1],
@@ -161,8 +162,10 @@ std::shared_ptr<Session> create_session(
     const std::vector<PythonModuleSpec>& modules, SessionOptions options, const py::object& backend,
     const std::optional<std::array<std::string, 3>>& groups,
     const std::optional<std::string>& memory_mark, const std::string& reads,
-    const std::optional<PairOfSums>& sums, std::size_t zero_stage, std::size_t extra_dp_size,
-    const std::vector<std::uint32_t>& valueless, std::string name) {
+    const std::optional<PairOfSums>& sums, std::size_t communicator_bytes,
+    std::optional<std::size_t> most_reduction_bytes, std::string reduces_on_host,
+    std::size_t zero_stage, std::size_t extra_dp_size, const std::vector<std::uint32_t>& valueless,
+    std::string name) {
   options.zero_stage = zero_stage;
   options.extra_dp_size = extra_dp_size;
   options.name = std::move(name);
@@ -170,7 +173,13 @@ std::shared_ptr<Session> create_session(
   options.state.ruled = std::move(ruled);
   options.by_row = std::move(by_row);
   if (groups) {
-    options.ranks = without_gil([&] { return rank_groups(*groups, memory_mark, reads, sums); });
+    options.ranks = without_gil(
+        [&] { return rank_groups(*groups, memory_mark, reads, sums, options.backend); });
+    options.ranks->communicator_bytes = communicator_bytes;
+    if (most_reduction_bytes) {
+      options.ranks->most_reduction_bytes = *most_reduction_bytes;
+    }
+    options.ranks->reduces_on_host = std::move(reduces_on_host);
     options.layout.world_size = options.ranks->passes->size();
   }
   // A forked child publishes nothing.
@@ -282,6 +291,8 @@ py::dict report(Session& session) {
   figures["rank"] = alone ? 0 : ranks->rank();
   figures["ranks"] = alone ? 1 : ranks->size();
   figures["rank_link"] = alone ? "" : ranks->link();
+  figures["reduced_on"] = alone ? "" : ranks->reduced_on();
+  figures["reduction_communicator_bytes"] = alone ? 0 : ranks->communicator_bytes();
   figures["zero_stage"] = session.memory().zero_stage(alone ? 1 : ranks->size());
   const ShardedHostStorage& sharded = session.memory().sharded_host_storage();
   figures["rank_shared_bytes"] = session.memory().rank_host_storage().bytes();
@@ -444,7 +455,8 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&castor::create_session), py::arg("params"), py::arg("param_names"),
            py::arg("trained"), py::arg("ruled"), py::arg("by_row"), py::arg("types"),
            py::arg("modules"), py::arg("options"), py::arg("backend"), py::arg("groups"),
-           py::arg("memory_mark"), py::arg("reads"), py::arg("sums"), py::arg("zero_stage"),
+           py::arg("memory_mark"), py::arg("reads"), py::arg("sums"), py::arg("communicator_bytes"),
+           py::arg("most_reduction_bytes"), py::arg("reduces_on_host"), py::arg("zero_stage"),
            py::arg("extra_dp_size"), py::arg("valueless"), py::arg("name"))
       .def(
           "turn",

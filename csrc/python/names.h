@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/backend_sums.h"
+#include "core/device_reduction.h"
 #include "core/error.h"
 #include "core/hardware.h"
 #include "core/overlap.h"

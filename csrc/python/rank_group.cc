@@ -278,10 +278,10 @@ void bind_rank_group(py::module_& module) {
       .def("abort_device", &RankTensors::abort_device, py::arg("why"), Released())
       .def("leave", &RankTensors::leave, Released());
   py::class_<DeviceSums, std::shared_ptr<DeviceSums>>(module, "DeviceSums")
-      .def(py::init([](const std::string& group, const std::string& device) {
-             return std::make_shared<DeviceSums>(group, c10::Device(device));
+      .def(py::init([](const std::string& group, const std::string& device, Reduction reduction) {
+             return std::make_shared<DeviceSums>(group, c10::Device(device), reduction);
            }),
-           py::arg("group"), py::arg("device"))
+           py::arg("group"), py::arg("device"), py::kw_only(), py::arg("reduction"))
       .def("look", &DeviceSums::look, Released());
   py::class_<DeviceWork>(module, "DeviceWork").def("wait", &DeviceWork::wait, Released());
   py::class_<PythonWait>(module, "RankWait")

@@ -115,6 +115,11 @@ class Simulator {
     return result;
   }
 
+  /// The most bytes of device memory in which gradients gather until ranks have reduced them.
+  [[nodiscard]] std::size_t gradient_buffer_bytes() const {
+    return buffer_bytes(std::vector(layout_.chunks().size(), Placement::kStream));
+  }
+
   [[nodiscard]] py::dict run(const std::vector<PythonEvent>& events,
                              const std::vector<double>& compute_seconds,
                              const py::dict& options) const {
@@ -197,7 +202,7 @@ class Simulator {
     RankHostBytes of_ranks;
     if (layout_.world_size() > 1) {
       of_ranks =
-          rank_host_bytes(layout_, placements, layout_.world_size(), sharing, Reduction::kOrdered);
+          rank_host_bytes(layout_, placements, layout_.world_size(), sharing, ReducedOn::kHost);
     }
     const std::size_t shared = of_ranks.weights_share + of_ranks.gradients_share;
     StoragePlan plan = plan_storage(
@@ -272,9 +277,9 @@ class Simulator {
   /// Bytes of device memory in which gradients gather until the ranks have reduced them.
   [[nodiscard]] std::size_t buffer_bytes(const py::dict& options,
                                          const std::vector<Placement>& placements) const {
-    if (options["gathering_ranks"].cast<std::uint64_t>() <= 1) {
-      return 0;
-    }
+    return options["gathering_ranks"].cast<std::uint64_t>() <= 1 ? 0 : buffer_bytes(placements);
+  }
+  [[nodiscard]] std::size_t buffer_bytes(const std::vector<Placement>& placements) const {
     std::vector<bool> gathers(placements.size());
     for (std::size_t i = 0; i < gathers.size(); ++i) {
       gathers[i] = layout_.chunks()[i].trainable && placements[i] != Placement::kDevice;
@@ -402,6 +407,7 @@ void bind_simulator(py::module_& m) {
            py::arg("in_fp32") = std::vector<bool>(), py::arg("by_row") = std::vector<bool>())
       .def("follow", &Simulator::follow, py::arg("params"), py::arg("tell"))
       .def_property_readonly("chunks", &Simulator::chunks)
+      .def_property_readonly("gradient_buffer_bytes", &Simulator::gradient_buffer_bytes)
       .def("places", &Simulator::places, py::arg("options"))
       .def("run", &Simulator::run, py::arg("events"), py::arg("compute_seconds"),
            py::arg("options"));

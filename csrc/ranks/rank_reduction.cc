@@ -21,8 +21,8 @@ constexpr std::size_t kWindowBytes = std::size_t{8} << 20;
 // Parts of it are whole elements, and begin where a cache line does. What goes from machine to
 // machine needs room beside it, and smaller pieces, of which several are on their way.
 std::size_t RankReduction::window_bytes(std::size_t largest, std::size_t ranks, std::size_t sharing,
-                                        Reduction reduction) {
-  if (reduction == Reduction::kBackend) {
+                                        ReducedOn where) {
+  if (where == ReducedOn::kDevice) {
     return align_up(std::clamp<std::size_t>(largest, 1, kWindowBytes), ranks * kParamAlignment) /
            ranks;
   }
@@ -105,16 +105,16 @@ void RankReduction::sum_piece(std::span<const std::byte> on_device, std::span<st
     ranks_.all_to_all(piece, parts);
     average(&executor_, own.data(), parts.data(), ranks_.size(), own.size() / size_of(type), type);
   } else if (!on_device.empty()) {
-    sums_->reduce_scatter_mean(on_device.subspan(begin, piece.size()), BackendSums::From::kDevice,
-                               own, type);
+    sums_->reduce_scatter_mean(on_device.subspan(begin, piece.size()),
+                               DeviceReduction::From::kDevice, own, type);
   } else {
-    sums_->reduce_scatter_mean(piece, BackendSums::From::kHost, own, type);
+    sums_->reduce_scatter_mean(piece, DeviceReduction::From::kHost, own, type);
   }
 }
 
 // A rank's part is in one piece, so what ranks exchange of a part in several windows is gathered
 // from all parts first, in one half of the window, and comes into the other.
-void RankReduction::reduce_scatter(std::span<const std::byte> gradients, BackendSums::From from,
+void RankReduction::reduce_scatter(std::span<const std::byte> gradients, DeviceReduction::From from,
                                    std::span<std::byte> shard, ScalarType type) {
   const std::size_t ranks = ranks_.size();
   if (sums_ != nullptr) {

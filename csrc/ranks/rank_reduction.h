@@ -5,8 +5,8 @@
 #include <span>
 #include <utility>
 
-#include "core/backend_sums.h"
 #include "core/collectives.h"
+#include "core/device_reduction.h"
 #include "core/executor.h"
 #include "core/memory_tier.h"
 #include "core/payload.h"
@@ -17,8 +17,8 @@
 
 namespace castor {
 
-/// Averages gradients over the ranks, on every rank: each rank adds up a shard of them, in rank
-/// order, or a backend does (BackendSums).
+/// Averages gradients over the ranks, on every rank: each rank adds up a shard of them in rank
+/// order, on the host, or the ranks' devices do (DeviceReduction).
 ///
 /// - Where the ranks share host storage, every rank has its gradients in pages of its own. It
 ///   writes its shard of the mean to the common memory, and forgets those pages when all ranks have
@@ -28,19 +28,18 @@ namespace castor {
 ///   order is that of all ranks.
 /// - Elsewhere all ranks gather the shards, which sends twice as much; or each rank keeps its shard
 ///   (reduce_scatter).
-/// - Gradients that are in memory of the device on every rank are reduced there by a backend, where
-///   there is one.
+/// - Gradients that are in memory of the device on every rank are reduced there, where devices
+///   reduce.
 ///
 /// One window of memory is needed. Gradients in memory of a device that the host does not address
 /// pass through DeviceStaging. Used by one thread at a time.
 class RankReduction {
  public:
   /// Takes `shared_storage`, nullptr where ranks share no host storage; `window`, of window_bytes;
-  /// `staging` for the gradients; and `sums`, nullptr where sums are in rank order. All outlive
-  /// this.
+  /// `staging` for the gradients; and `sums`, nullptr where the host adds up. All outlive this.
   RankReduction(Collectives& ranks, const SharedHostStorage* shared_storage, Executor& executor,
                 Block window, RankFigures& figures, DeviceStaging staging = {},
-                BackendSums* sums = nullptr)
+                DeviceReduction* sums = nullptr)
       : ranks_(ranks),
         shared_storage_(shared_storage),
         executor_(executor),
@@ -50,21 +49,21 @@ class RankReduction {
         sums_(sums) {}
 
   /// Returns the bytes of the window for gradients of at most `largest` bytes at once, of so many
-  /// ranks, of which `sharing` on each machine share host storage; 1: none do. A backend's sums
+  /// ranks, of which `sharing` on each machine share host storage; 1: none do. Sums on devices
   /// need room for a shard alone.
   [[nodiscard]] static std::size_t window_bytes(std::size_t largest, std::size_t ranks,
-                                                std::size_t sharing, Reduction reduction);
+                                                std::size_t sharing, ReducedOn where);
 
   /// Averages `gradients`, and drops their own copy (Payload::take_copy). Throws OutOfMemory where
   /// they are on a device and their host storage is shared: they pass through such a copy.
   /// `gathered`: this rank's values, where they are in memory of the device and only their mean
-  /// goes to the payload; empty: the payload has them. Requires a backend's sums where it is not
+  /// goes to the payload; empty: the payload has them. Requires sums on devices where it is not
   /// empty; ranks may differ in that.
   void reduce(Payload& gradients, ScalarType type, std::span<const std::byte> gathered = {});
   /// Writes the mean of this rank's shard alone into `shard`, apart from `gradients`: a
   /// reduce-scatter, which sends (n-1)/n of the bytes. `from`: the memory that `gradients` are in;
-  /// kDevice requires a backend's sums.
-  void reduce_scatter(std::span<const std::byte> gradients, BackendSums::From from,
+  /// kDevice requires sums on devices.
+  void reduce_scatter(std::span<const std::byte> gradients, DeviceReduction::From from,
                       std::span<std::byte> shard, ScalarType type);
 
  private:
@@ -79,7 +78,7 @@ class RankReduction {
   Block window_;
   RankFigures& figures_;
   DeviceStaging staging_;
-  BackendSums* const sums_;
+  DeviceReduction* const sums_;
 };
 
 }  // namespace castor

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/backend_sums.h"
 #include "core/collectives.h"
+#include "core/device_reduction.h"
 #include "core/payload.h"
 #include "host/shared_host_storage.h"
 #include "ranks/device_staging.h"
@@ -31,7 +31,7 @@ void share_bytes(const SharedHostStorage& shared_storage, const Payload& weights
 /// Elsewhere the shards are gathered: (n-1)/n of the bytes are sent. Weights in memory of a device
 /// that the host does not address pass through DeviceStaging.
 ///
-/// A backend, where there is one, gathers the shards of weights that every rank has on its device.
+/// Shards of weights that every rank has on its device are gathered there, where devices do that.
 /// Shared host storage of such weights is given the shards as well.
 ///
 /// Owned by the session. Used by one thread at a time, the one that runs updates. Every rank runs
@@ -42,7 +42,7 @@ class RankWeights {
   /// nullptr where ranks share no host storage; `staging` for the weights; and `gathers`, nullptr
   /// where all goes through the host.
   RankWeights(std::shared_ptr<Collectives> ranks, const SharedHostStorage* shared_storage,
-              DeviceStaging staging = {}, std::shared_ptr<BackendSums> gathers = nullptr)
+              DeviceStaging staging = {}, std::shared_ptr<DeviceReduction> gathers = nullptr)
       : ranks_(std::move(ranks)),
         shared_storage_(shared_storage),
         staging_(std::move(staging)),
@@ -98,7 +98,7 @@ class RankWeights {
   const std::shared_ptr<Collectives> ranks_;
   const SharedHostStorage* const shared_storage_;
   DeviceStaging staging_;
-  const std::shared_ptr<BackendSums> gathers_;
+  const std::shared_ptr<DeviceReduction> gathers_;
   RankFigures figures_;
 };
 

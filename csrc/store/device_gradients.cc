@@ -31,11 +31,12 @@ DeviceGradients::DeviceGradients(const ChunkLayout& layout, const std::vector<bo
     : layout_(layout), device_(device), copies_(std::move(copies)) {
   const Buffers wanted = buffers(layout, gathers);
   for (std::size_t i = 0; i < wanted.count; ++i) {
-    buffers_.push_back(
-        {.memory = device.allocate(wanted.bytes,
-                                   "gradients gather in it until the ranks have reduced them; "
-                                   "raise device_memory, or make chunks smaller (chunk_bytes)"),
-         .params = {}});
+    buffers_.push_back({.memory = device.allocate(
+                            wanted.bytes,
+                            "gradients gather in it until the ranks have reduced them; "
+                            "raise device_memory, make chunks smaller (chunk_bytes), or give "
+                            "reduce_on='host'"),
+                        .params = {}});
   }
 }
 

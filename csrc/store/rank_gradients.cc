@@ -25,10 +25,10 @@ std::size_t largest_gradients(const ChunkLayout& layout) {
 
 }  // namespace
 
-RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr<BackendSums> sums,
-                             ConsistencyCheck& consistency, const ChunkLayout& layout,
-                             Places places, Executor& executor, MemoryTier& host,
-                             MemoryTier& device)
+RankGradients::RankGradients(std::shared_ptr<Collectives> ranks,
+                             std::shared_ptr<DeviceReduction> sums, ConsistencyCheck& consistency,
+                             const ChunkLayout& layout, Places places, Executor& executor,
+                             MemoryTier& host, MemoryTier& device)
     : ranks_(std::move(ranks)),
       sums_(std::move(sums)),
       consistency_(consistency),
@@ -43,7 +43,7 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr
                  host.allocate(RankReduction::window_bytes(
                                    largest_gradients(layout), ranks_->size(),
                                    shared_storage_ == nullptr ? 1 : ranks_->node()->size(),
-                                   reduction_of(sums_.get())),
+                                   reduced_on(sums_.get())),
                                "gradients pass through it from rank to rank; raise host_memory"),
                  figures_, std::move(places.staging), sums_.get()),
       handed_(layout.chunks().size(), false),
@@ -52,7 +52,8 @@ RankGradients::RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr
   if (sums_) {
     device_window_ =
         device.allocate(sums_->window_bytes(largest_gradients(layout)),
-                        "gradients pass through it with reduction='backend'; raise device_memory");
+                        "gradients pass through it from device to device; raise device_memory, or "
+                        "give reduce_on='host'");
     sums_->use_window({device_window_.data(), device_window_.bytes()});
     std::vector<bool> gathers(layout_.chunks().size());
     for (std::size_t i = 0; i < gathers.size(); ++i) {
@@ -373,7 +374,7 @@ void RankGradients::average(SyncPoint point, OperatorGate& gate,
 }
 
 void RankGradients::reduce(ChunkId chunk) {
-  using From = BackendSums::From;
+  using From = DeviceReduction::From;
   const ScalarType type = layout_.chunk(chunk).type;
   const std::span<const std::byte> gathered =
       gathered_ ? gathered_->values(chunk) : std::span<const std::byte>();

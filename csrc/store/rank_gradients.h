@@ -34,7 +34,7 @@ namespace castor {
 /// the host has room for them, and where it has none, waits until the others free one.
 ///
 /// The same holds if each rank keeps its shard of the mean (GradientShards), and, without a copy,
-/// where a backend adds gradients up (BackendSums): for chunks on the device, and for streamed
+/// where devices reduce gradients (DeviceReduction): for chunks on the device, and for streamed
 /// chunks, whose gradients gather on the device until then (DeviceGradients). Those of a streamed
 /// chunk take the way through the host where p.grad has gradients before the pass, where several
 /// passes bring them, where no buffer is free, and where somebody reads p.grad before all ranks
@@ -53,9 +53,9 @@ class RankGradients {
     /// Copies of gradients that gather on the device; nullptr where the host addresses its memory.
     std::shared_ptr<CopyEngine> copies;
   };
-  /// Takes windows from `host`, and from `device` where `sums` adds up; nullptr: castor does, in
+  /// Takes windows from `host`, and from `device` where `sums` adds up; nullptr: the host does, in
   /// rank order. Throws OutOfMemory. All arguments but `ranks` and `sums` outlive this.
-  RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr<BackendSums> sums,
+  RankGradients(std::shared_ptr<Collectives> ranks, std::shared_ptr<DeviceReduction> sums,
                 ConsistencyCheck& consistency, const ChunkLayout& layout, Places places,
                 Executor& executor, MemoryTier& host, MemoryTier& device);
   ~RankGradients();
@@ -118,7 +118,7 @@ class RankGradients {
   [[nodiscard]] bool copied(ChunkId chunk) const {
     return sharded(chunk) || in_shared_host_storage(chunk);
   }
-  // Returns whether a backend adds up the chunk's gradients where they are, on the device.
+  // Returns whether the chunk's gradients are added up where they are, on the device.
   [[nodiscard]] bool added_on_device(ChunkId chunk) const;
   // Returns whether the chunk's gradients may gather on the device.
   [[nodiscard]] bool may_gather(ChunkId chunk) const;
@@ -150,7 +150,7 @@ class RankGradients {
   [[nodiscard]] GradientMarks check_ranks(SyncPoint point, std::optional<std::size_t> optimizer);
 
   const std::shared_ptr<Collectives> ranks_;
-  const std::shared_ptr<BackendSums> sums_;
+  const std::shared_ptr<DeviceReduction> sums_;
   ConsistencyCheck& consistency_;
   const ChunkLayout& layout_;
   ChunkGradients& gradients_;
@@ -161,7 +161,7 @@ class RankGradients {
   MemoryTier& host_;
   RankFigures figures_;
   Block device_window_;                        // of sums_
-  std::unique_ptr<DeviceGradients> gathered_;  // nullptr: castor adds up
+  std::unique_ptr<DeviceGradients> gathered_;  // nullptr: the host adds up
   RankReduction reduction_;
   bool synchronised_ = true;
   bool begun_ = false;        // a pass has begun

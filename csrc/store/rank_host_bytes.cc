@@ -9,7 +9,7 @@
 namespace castor {
 
 RankHostBytes rank_host_bytes(const ChunkLayout& layout, std::span<const Placement> placements,
-                              std::size_t ranks, std::size_t sharing, Reduction reduction) {
+                              std::size_t ranks, std::size_t sharing, ReducedOn where) {
   RankHostBytes bytes;
   std::size_t largest = 0;
   std::size_t largest_shared = 0;
@@ -27,10 +27,10 @@ RankHostBytes rank_host_bytes(const ChunkLayout& layout, std::span<const Placeme
   bytes.weights_share = (bytes.weights + sharing - 1) / sharing;
   bytes.gradients_share = (bytes.gradients + sharing - 1) / sharing;
   bytes.window =
-      RankReduction::window_bytes(largest, ranks, bytes.gradients > 0 ? sharing : 1, reduction);
+      RankReduction::window_bytes(largest, ranks, bytes.gradients > 0 ? sharing : 1, where);
   if (bytes.gradients > 0) {
     bytes.room_for_copies = ShardedHostStorage::kGradientCopies * largest_shared +
-                            RankReduction::window_bytes(largest_shared, ranks, sharing, reduction);
+                            RankReduction::window_bytes(largest_shared, ranks, sharing, where);
   }
   return bytes;
 }

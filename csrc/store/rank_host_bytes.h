@@ -4,8 +4,8 @@
 #include <span>
 #include <vector>
 
-#include "core/backend_sums.h"
 #include "core/chunk_layout.h"
+#include "core/device_reduction.h"
 #include "core/placement.h"
 
 namespace castor {
@@ -28,6 +28,6 @@ struct RankHostBytes {
 [[nodiscard]] RankHostBytes rank_host_bytes(const ChunkLayout& layout,
                                             std::span<const Placement> placements,
                                             std::size_t ranks, std::size_t sharing,
-                                            Reduction reduction);
+                                            ReducedOn where);
 
 }  // namespace castor

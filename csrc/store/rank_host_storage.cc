@@ -40,7 +40,7 @@ RankHostStorage::RankHostStorage(const ChunkLayout& layout, std::span<const Plac
     lock_pages = [&](std::span<std::byte> pages) { return options.backend->lock_pages(pages); };
   }
   const RankHostBytes bytes = rank_host_bytes(layout, placements, options.ranks->passes->size(),
-                                              sharing, reduction_of(options.ranks->sums.get()));
+                                              sharing, reduced_on(options.ranks->sums.get()));
   std::string places;
   for (const std::size_t until : bytes.weights_until) {
     places += std::to_string(until) + ' ';

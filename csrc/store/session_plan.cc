@@ -1,13 +1,56 @@
 #include "store/session_plan.h"
 
+#include <algorithm>
+#include <array>
+#include <memory>
 #include <string>
 #include <utility>
 
 #include "core/error.h"
 #include "core/runtime.h"
+#include "core/units.h"
+#include "store/device_gradients.h"
 #include "store/state_store.h"
 
 namespace castor {
+namespace {
+
+/// Returns the device bytes that a rank needs to reduce gradients there. No chunk counts as one
+/// that is on the device for good.
+std::size_t reduction_bytes(const RankGroups& ranks, const ChunkLayout& layout) {
+  std::vector<bool> gathers;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    gathers.push_back(chunk.trainable);
+  }
+  const DeviceGradients::Buffers buffers = DeviceGradients::buffers(layout, gathers);
+  return ranks.communicator_bytes + ranks.sums->window_bytes(buffers.bytes) +
+         buffers.count * buffers.bytes;
+}
+
+void choose_where_to_reduce(RankGroups& ranks, const ChunkLayout& layout, SharedBudgets& budgets) {
+  const std::size_t needed = reduction_bytes(ranks, layout);
+  std::size_t allowed = ranks.most_reduction_bytes;
+  if (allowed != RankGroups::kAnyBytes) {
+    allowed = std::min(allowed, budgets.device()->available());  // other models may have the rest
+  }
+  const auto needs = gather(*ranks.passes, std::array{needed, allowed});
+  for (const auto& [bytes, most] : needs) {
+    if (bytes > most && ranks.sums) {
+      ranks.reduces_on_host = "on the devices it takes " + format_bytes(bytes) +
+                              " of device_memory, and reduce_on='auto' takes no more than " +
+                              format_bytes(most);
+      ranks.sums->leave();
+      ranks.gathers->leave();
+      ranks.sums = ranks.gathers = nullptr;
+    }
+  }
+  if (ranks.sums) {
+    ranks.communicators =
+        std::make_shared<Reservation>(budgets.take_communicators(ranks.communicator_bytes));
+  }
+}
+
+}  // namespace
 
 void check_counts(const ParamCounts& counts) {
   if (counts.params != counts.names || counts.params != counts.trained ||
@@ -47,6 +90,9 @@ SessionPlan plan_session(std::vector<ParamSpec> params, const std::vector<bool>&
     left.state.nvme->budget_bytes = options.budgets->nvme()->available();
   }
   Runtime::make_way(*options.budgets->runtimes());
+  if (left.ranks && left.ranks->sums) {
+    choose_where_to_reduce(*left.ranks, layout, *options.budgets);
+  }
   return {
       .layout = std::move(layout), .placements = std::move(placements), .options = std::move(left)};
 }

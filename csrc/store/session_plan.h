@@ -23,13 +23,15 @@ void check_counts(const ParamCounts& counts);
 struct SessionPlan {
   ChunkLayout layout;
   std::vector<Placement> placements;
-  SessionOptions options;  ///< the given ones, with the NVMe budget that other models have left
+  SessionOptions options;  ///< the given ones, with what is decided here
 };
 
 /// Plans a session. `params`: name, elements and type of each parameter, in execution order.
 /// `trained[i]`: whether parameter i gets updates. The layout gets the alignment that the state
-/// format needs. Idle models of the same budgets give way. Throws InvalidArgument where the
-/// options do not fit the parameters, or the device has no kernels for the update rule.
+/// format needs. Idle models of the same budgets give way. Ranks that reduce on their devices take
+/// the communicators' memory from the budget, or do without where all that they need is too much
+/// (RankGroups::most_reduction_bytes): a collective call. Throws InvalidArgument where the options
+/// do not fit the parameters, or the device has no kernels for the update rule; OutOfMemory.
 [[nodiscard]] SessionPlan plan_session(std::vector<ParamSpec> params,
                                        const std::vector<bool>& trained,
                                        std::vector<ModuleSpec> modules,

@@ -45,6 +45,10 @@ class SessionRanks {
         link_(host_storage.refusal().empty()
                   ? groups.link
                   : groups.link + ", but not host storage: " + host_storage.refusal()),
+        reduced_on_(groups.sums                      ? "device"
+                    : groups.reduces_on_host.empty() ? "host"
+                                                     : "host: " + groups.reduces_on_host),
+        communicators_(groups.communicators),
         consistency_(*passes_, layout_),
         gradients_(groups.gradients, groups.sums, consistency_, layout_,
                    {.gradients = gradients,
@@ -104,6 +108,12 @@ class SessionRanks {
   [[nodiscard]] std::size_t rank() const noexcept { return passes_->rank(); }
   [[nodiscard]] std::size_t size() const noexcept { return passes_->size(); }
   [[nodiscard]] const std::string& link() const noexcept { return link_; }
+  /// Returns where ranks reduce gradients, for reports: "device", or "host" with the reason.
+  [[nodiscard]] const std::string& reduced_on() const noexcept { return reduced_on_; }
+  /// Returns the device bytes of the communicators between devices that reduce.
+  [[nodiscard]] std::size_t communicator_bytes() const noexcept {
+    return communicators_ ? communicators_->bytes() : 0;
+  }
   /// Returns the bytes of gradients and weights that this rank has sent to others.
   [[nodiscard]] std::uint64_t bytes_sent() const noexcept {
     return gradients_.figures().bytes_sent() + weights_.figures().bytes_sent();
@@ -123,6 +133,8 @@ class SessionRanks {
   const ChunkLayout& layout_;
   const std::shared_ptr<Collectives> passes_;
   const std::string link_;
+  const std::string reduced_on_;
+  const std::shared_ptr<Reservation> communicators_;
   ConsistencyCheck consistency_;
   RankGradients gradients_;
   RankStates states_;

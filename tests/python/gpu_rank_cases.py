@@ -156,12 +156,21 @@ REDUCED = {
         (2, "", {"placement_policy": "cpu"}),
         (3, "", {"placement_policy": "cpu"}),
     )
-} | {"fp32 stage 1, deferred": CLOSE["deferred"]}
+} | {
+    "fp32 stage 1, deferred": CLOSE["deferred"],
+    "fp16 stage 2": RankCase(
+        tower,
+        _tower_loss,
+        SMALL
+        | {"placement_policy": "cpu", "zero_stage": 2}
+        | {"precision": "fp16", "initial_scale": 2.0**8},
+    ),
+}
 """Cases of which gradients are added by castor and by the backend."""
 REDUCED_ON = {
     2: REDUCED,
     4: grids.some(REDUCED, "fp32 stage 1, tight", "bf16 stage 1, all on the device",
-                  "fp32 stage 1, deferred", "fp32 stage 2", "bf16 stage 3"),
+                  "fp32 stage 1, deferred", "fp32 stage 2", "bf16 stage 3", "fp16 stage 2"),
 }  # fmt: skip
 """By the number of ranks."""
 
@@ -169,27 +178,84 @@ REDUCED_ON = {
 BESIDE = (16 << 20) + (48 << 10)
 """Device bytes of two communicators of the simulated GPU, and for small chunks of the window and of
 the buffers in which gradients gather."""
+REDUCTIONS: dict[str, dict[str, Any]] = {
+    "ordered": {"reduce_on": "host"},
+    "on the device": {"reduce_on": "device"},
+    "backend": {"reduction": "backend"},
+}
+"""Settings with which gradients are reduced: in order, by the host or the GPUs; by the backend."""
+
+
+def _reduced(case: RankCase, how: str, *, tight: bool = False) -> RankCase:
+    """The case with bytes, for a reduction of REDUCTIONS; `tight`: this is rank 1."""
+    asked = _with_memory(case, tight=tight)
+    settings = asked.settings | REDUCTIONS[how]
+    if how != "ordered" and "memory" in settings:
+        settings["memory"] += BESIDE
+    return replace(asked, settings=settings)
 
 
 def reductions(directory: Path) -> None:
-    """Losses and reports of REDUCED_ON with each reduction."""
+    """Losses, reports and weights of REDUCED_ON with each of REDUCTIONS."""
     castor.launch_from_torch()
     rank = distributed.get_rank()
     found: dict[str, dict[str, Any]] = {}
+    weights: dict[str, dict[str, list[torch.Tensor]]] = {}
     for name, case in REDUCED_ON[distributed.get_world_size()].items():
-        for reduction in ("ordered", "backend"):
-            asked = _with_memory(case, tight=False)
-            settings = asked.settings | {"reduction": reduction}
-            if reduction == "backend" and "memory" in settings:
-                settings["memory"] += BESIDE
-            _, losses, report = rank_cases.train(
-                replace(asked, settings=settings), range(rank, rank + 1), steps=STEPS
+        for how in REDUCTIONS:
+            weights.setdefault(name, {})[how], losses, report = rank_cases.train(
+                _reduced(case, how), range(rank, rank + 1), steps=STEPS
             )
             assert report.peak_device_bytes <= report.device_budget_bytes
-            found.setdefault(name, {})[reduction] = {"losses": losses, "report": report.as_dict()}
-            print(name, reduction, *(line for line in str(report).splitlines() if "added" in line))
+            found.setdefault(name, {})[how] = {"losses": losses, "report": report.as_dict()}
+            print(name, how, *(line for line in str(report).splitlines() if "added" in line))
             distributed.barrier()  # the others may still read this rank's shards
     write_own(directory, "reductions", found)
+    torch.save(weights, directory / f"reductions{rank}.pt")
+
+
+ON_MACHINES = ("fp32 stage 1", "bf16 stage 1, all on the device", "bf16 stage 3")
+"""Names in REDUCED of cases that several machines train."""
+
+
+def on_machines(directory: Path) -> None:
+    """Weights of ON_MACHINES, in order on the host and on the GPUs."""
+    castor.launch_from_torch()
+    rank = distributed.get_rank()
+    found = {}
+    for name, how in itertools.product(ON_MACHINES, ("ordered", "on the device")):
+        found[name, how], _, report = rank_cases.train(
+            _reduced(REDUCED[name], how), range(rank, rank + 1), steps=STEPS
+        )
+        assert "between machines" in report.rank_link or "gloo" in report.rank_link
+        distributed.barrier()  # the others may still read this rank's shards
+    torch.save(found, directory / f"machines{rank}.pt")
+
+
+def chosen(_: Path) -> None:
+    """Where "auto" reduces, by the memory of the ranks, and whether there are communicators."""
+    with _of_rank() as rank:
+
+        def reduce_on(memory: int, **settings: Any) -> int:
+            """Prints where; returns the bytes of the largest chunk."""
+            gpu = torch.simgpu  # type: ignore[attr-defined]
+            free = gpu.mem_get_info()[0]
+            boosted = boost(RankCase(tower, _tower_loss, STREAMED | settings), memory=memory)
+            boosted.step(_tower_loss(boosted.model, rank, rank))
+            report = boosted.report()
+            connected = free - gpu.mem_get_info()[0] >= report.communicator_bytes >= 16 << 20
+            print(report.reduced_on, report.device_link, report.communicator_bytes, connected)
+            chunks = engine_of(boosted.model).session.chunks()
+            distributed.barrier()  # the others may still read this rank's shards
+            return max(chunk["used_bytes"] for chunk in chunks)
+
+        largest = reduce_on(GIB, reduce_on="host")
+        # 16 MiB of communicators, a window of two chunks, three buffers of one.
+        least = 8 * ((16 << 20) + 5 * largest)
+        print(least // 8)
+        for memory in (least, least - 8, least - 8 if rank == 1 else GIB):
+            reduce_on(memory)
+        reduce_on(least - 8, reduce_on="device")
 
 
 STREAMED = SMALL | {"placement_policy": "cpu"}
@@ -210,20 +276,20 @@ def _stored(place: str, rank: int, **settings: Any) -> helpers.Boosted:
 
 
 def gathers(directory: Path) -> None:
-    """Bytes of gradients that cross the link in backward passes, in each place and reduction."""
+    """Bytes of gradients that cross the link in backward passes, by place and reduction."""
     with _of_rank() as rank:
         gpu = torch.simgpu.gpu  # type: ignore[attr-defined]
         found: dict[str, Any] = {}
         for place in STORED:
             of_place = found.setdefault(place, {"weights": [], "losses": []})
-            for reduction in ("ordered", "backend"):
-                booster, model, optimizer = boosted = _stored(place, rank, reduction=reduction)
+            for how, settings in REDUCTIONS.items():
+                booster, model, optimizer = boosted = _stored(place, rank, **settings)
                 chunks = [
                     chunk["used_bytes"]
                     for chunk in engine_of(model).session.chunks()
                     if chunk["trainable"]
                 ]
-                passes = of_place[reduction] = []
+                passes = of_place[how] = []
                 losses: list[float] = []
                 for step in range(STEPS):
                     loss = _tower_loss(model, 10 * step + rank, rank)
@@ -299,12 +365,12 @@ def gathers_in_each_way(directory: Path) -> None:
     """Weights and gradients of loops that read, keep and add up gradients; by place, reduction."""
     with _of_rank() as rank:
         found: dict[tuple[str, str, str], list[torch.Tensor]] = {}
-        for place, way, reduction in itertools.product(STORED, WAYS, ("ordered", "backend")):
+        for place, way, how in itertools.product(STORED, WAYS, REDUCTIONS):
             booster, model, optimizer = boosted = _stored(
-                place, rank, reduction=reduction, max_norm=0.0 if "clipped" in way else 0.5
+                place, rank, **REDUCTIONS[how], max_norm=0.0 if "clipped" in way else 0.5
             )
             end_step = WAYS[way](boosted)
-            seen = found[place, way, reduction] = []
+            seen = found[place, way, how] = []
             for step in range(3):
                 for last in (False, True) if way in ("two passes", "no_sync") else (True,):
                     deferred = way == "no_sync" and not last
@@ -341,20 +407,17 @@ OF_MODELS = ("tight", "one rank tight", "uneven", "frozen", "checkpointed", "une
 
 
 def gathers_in_models(directory: Path) -> None:
-    """Weights of OF_MODELS in each reduction."""
+    """Weights of OF_MODELS in each of REDUCTIONS."""
     castor.launch_from_torch()
     rank = distributed.get_rank()
     found = {}
     cases = {name: EXACT[name] for name in OF_MODELS} | WIDE
-    for (name, chosen), reduction in itertools.product(cases.items(), ("ordered", "backend")):
-        asked = _with_memory(chosen, tight=rank == 1) if name in EXACT else chosen
-        settings = asked.settings | {"reduction": reduction}
-        if reduction == "backend" and "memory" in settings:
-            settings["memory"] += BESIDE
-        case = replace(asked, settings=settings)
-        found[name, "", reduction], _, _ = rank_cases.train(
-            case, range(rank, rank + 1), steps=STEPS
-        )
+    for (name, case), how in itertools.product(cases.items(), REDUCTIONS):
+        if name in EXACT:
+            asked = _reduced(case, how, tight=rank == 1)
+        else:
+            asked = replace(case, settings=case.settings | REDUCTIONS[how])
+        found[name, "", how], _, _ = rank_cases.train(asked, range(rank, rank + 1), steps=STEPS)
     torch.save(found, directory / f"models{rank}.pt")
 
 
@@ -383,7 +446,8 @@ def one_ends_beside_sums(_: Path) -> None:
     """Rank 1 is gone, or stops, before its third step, of which rank 0 waits for the gradients."""
     with _of_rank() as rank:
         how = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[os.environ["HOW"]]
-        boosted = boost(EXACT["ample"], reduction="backend", placement_policy="cpu")
+        settings = REDUCTIONS[os.environ["HOW_REDUCED"]]
+        boosted = boost(EXACT["ample"], placement_policy="cpu", **settings)
         for step in range(3):
             if rank == 1 and step == 2:
                 os.kill(os.getpid(), how)
@@ -391,12 +455,15 @@ def one_ends_beside_sums(_: Path) -> None:
 
 
 def added_by_nobody(_: Path) -> None:
-    """reduction="backend" of ranks that have no backend, each refused by all of them."""
+    """Reductions by GPUs of ranks that have no backend, each refused by all of them; "auto"."""
     with _of_rank():
-        model = tower()
-        plugin = castor.GeminiPlugin(device="cpu", device_memory=GIB, reduction="backend")
-        optimizer = castor.HybridAdam(model.parameters())
-        print(_refused(partial(castor.Booster(plugin).boost, model, optimizer)))
+        for settings in (REDUCTIONS["backend"], REDUCTIONS["on the device"], {}):
+            model = tower()
+            plugin = castor.GeminiPlugin(device="cpu", device_memory=GIB, **settings)
+            optimizer = castor.HybridAdam(model.parameters())
+            booster = castor.Booster(plugin)
+            print(_refused(partial(booster.boost, model, optimizer)))
+        print(booster.report(model).reduced_on)
 
 
 def _with_memory(case: RankCase, *, tight: bool) -> RankCase:
@@ -416,24 +483,46 @@ def _tight(build: Callable[[], nn.Module], loss: Callable[[nn.Module, int, int],
     return tight_memory(build, lambda model, seed: loss(model, seed, 0))
 
 
-def overflows(_: Path) -> None:
-    """Of rank 1 gradients are not finite at the third step, which all skip."""
+OVERFLOWING = {
+    "ample": EXACT["ample"],
+    "tight": EXACT["tight"],
+    "stage 2": RankCase(tower, _tower_loss, STORED["stage 2"]),
+    "stage 3": RankCase(tower, _tower_loss, STORED["stage 3"]),
+}
+"""Cases of which gradients are not finite."""
+
+
+def overflows(directory: Path) -> None:
+    """Of rank 1 gradients are not finite at the third step, which all skip; and loss scales.
+
+    The losses of "fp16" overflow by their scale in the first steps, on all ranks.
+    """
     with _of_rank() as rank:
-        for memory in ("ample", "tight"):
-            case = EXACT[memory]
-            boosted = boost(_with_memory(case, tight=False))
-            booster, model, _ = boosted
-            for step in range(4):
+        of_weights: dict[tuple[str, str, str], list[torch.Tensor]] = {}
+        for precision, (memory, case), how in itertools.product(
+            ("fp32", "fp16"), OVERFLOWING.items(), REDUCTIONS
+        ):
+            asked = _reduced(case, how)
+            boosted = boost(asked, precision=precision, initial_scale=2.0**18, hysteresis=1)
+            booster, model, optimizer = boosted
+            steps = []
+            for step in range(6):
                 before = helpers.copies(model.parameters())
                 batch = tower_batch(step + 10 * rank)
-                if step == 2 and rank == 1:
+                if step == 4 and rank == 1:
                     batch["x"][0, 0] = float("inf")
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     boosted.step(model(**batch))
                 after = helpers.copies(model.parameters())
                 same = all(map(torch.equal, before, after))
-                print(memory, step, same, booster.report(model).skipped_steps)
+                scale = optimizer._castor.loss_scale  # type: ignore[attr-defined]
+                steps.append((same, booster.report(model).skipped_steps, scale))
+            print(precision, memory, how, steps, sep="|")
+            of_weights[precision, memory, how] = helpers.copies(model.parameters())
+            del boosted, booster, model, optimizer
+            distributed.barrier()  # the others may still read this rank's shards
+        torch.save(of_weights, directory / f"overflows{rank}.pt")
 
 
 def edits(directory: Path) -> None:

@@ -96,7 +96,7 @@ def test_every_argument_of_the_plugin_has_its_default_and_its_text() -> None:
     shown = inspect.signature(castor.GeminiPlugin).parameters
     declared = {field.name: field.default for field in fields(GeminiArguments)}
     assert {name: one.default for name, one in shown.items() if name != "not_yet"} == declared
-    assert len(declared) == 44
+    assert len(declared) == 45
     help_text = " ".join(pydoc.render_doc(castor.GeminiPlugin, renderer=pydoc.plaintext).split())
     for name, text in texts_of(GeminiArguments).items():
         assert text

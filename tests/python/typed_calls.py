@@ -12,6 +12,7 @@ from castor import (
 def calls() -> None:
     GeminiPlugin(device_memory="22GiB", precision="bf16", nvme_path=["/mnt/a"], zero_stage=3)
     GeminiPlugin(reduction="backend")
+    GeminiPlugin(reduce_on="device")
     GeminiPlugin(reduction="fastest")  # type: ignore[arg-type]
     GeminiPlugin(keep_fp32=["*.gate"], activations={"*": "keep"}, max_norm=1)
     GeminiPlugin(device_memory=1.5)  # type: ignore[arg-type]

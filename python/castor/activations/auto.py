@@ -361,7 +361,7 @@ def _options(
         "update_cores": "own" if on_gpu else "shared",
         "overlap": "none" if config.overlap == "none" else "forward",
         "num_ranks": num_ranks,
-        "gathering_ranks": num_ranks if config.reduction == "backend" else 1,
+        "gathering_ranks": num_ranks if session.report()["reduced_on"] == "device" else 1,
         "with_norm": config.max_norm > 0 or config.nonfinite != "ignore",
     }
 

@@ -16,6 +16,7 @@ from castor.config.names import (
     Overlap,
     PlacementPolicy,
     Precision,
+    ReduceOn,
     Reduction,
     StateFormat,
     TileLogits,
@@ -58,6 +59,10 @@ def _check_keep_fp32(value: object, name: str) -> None:
 def _check_norm_type(value: float, name: str) -> None:
     if value != 2.0:
         raise NotImplementedError(f"{name}={value} is not supported; only 2.0 is")
+
+
+SHARE_OF_REDUCTION = 8
+"""With reduce_on="auto" reductions on the device may take one part in so many of device_memory."""
 
 
 def _check_sharded(value: float, name: str) -> None:
@@ -216,6 +221,15 @@ class ChunkSettings(StepSettings, LossScalerConfig):
     losses differ by rounding. It is for gradients of data-parallel ranks, and for activations of
     tensor and sequence parallelism. Each rank needs a GPU of its own; ranks on the CPU device are
     refused. One process alone adds nothing."""
+    reduce_on: ReduceOn = "auto"
+    """Place where data-parallel ranks on GPUs reduce gradients in rank order; same bits.
+    "device": on the GPUs, which exchange shards (all-to-all), so that 1/n of a chunk's
+    gradients goes to host storage from each of n ranks. That takes device_memory: two
+    communicators, a window of 16 MiB, and three buffers of the largest chunk's gradients.
+    "host": all go to host storage, and are added up there. "auto": on the GPUs where each rank
+    has its own, and all of that takes no more than 1/8 of device_memory on any rank.
+    report().reduced_on says where, and why. reduction="backend" reduces on the GPUs in any
+    case."""
     max_prefetch: Annotated[int, at_least(0)] = 1
     """Number of chunks that may be fetched ahead of their use."""
     warmup_non_model_data_ratio: Annotated[Fraction, _check_room_for_chunks] = 0.8
@@ -224,6 +238,14 @@ class ChunkSettings(StepSettings, LossScalerConfig):
     """Share of the device budget that plans use. Default 1.0: accounting is exact."""
     trace_file: Annotated[str | Path, _check_path] | None = None
     """Trace written by Booster.save_trace; with it the first step runs by plan."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reduction == "backend" and self.reduce_on == "host":
+            raise ValueError(
+                "reduction='backend' has the backend between GPUs reduce gradients, and "
+                "reduce_on='host' the host: give one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

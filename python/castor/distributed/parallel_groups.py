@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import distributed
 
-from castor.config.names import Reduction
+from castor.config.names import ReduceOn, Reduction
 from castor.errors import UsageError
 from castor.runtime.device_groups import (
-    BackendSums,
     DeviceBackend,
     DeviceLink,
-    check_backend_sums,
+    DeviceReduction,
+    check_device_reduction,
+    why_through_host,
 )
 from castor.runtime.parallel_dims import Dimension, ParallelDims
 from castor.runtime.process_groups import own_group, own_groups
@@ -220,11 +221,13 @@ class ParallelGroups:
     everyone: RankGroup | None = None
     """All ranks, for checkpoints; None: each has the full model, and `dp` are all ranks."""
     device_backend: DeviceBackend | None = None
-    """Backend that sends memory of devices; None: it goes through the host."""
-    sums: BackendSums | None = None
-    """Collectives of `dp` by the backend; None: castor adds gradients in rank order."""
+    """Backend that sends activations from device to device; None: they go through the host."""
     communicator_bytes: int = 0
-    """Device memory that the backend's communicators take."""
+    """Device memory that the communicators for activations take."""
+    sums: DeviceReduction | None = None
+    """Collectives of `dp` between devices; None: the host reduces gradients."""
+    reduces_on_host: str = ""
+    """Why the host reduces gradients, where that is a choice."""
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
@@ -256,7 +259,12 @@ class ParallelGroups:
         )
 
     def connect_devices(
-        self, device: torch.device, reduction: Reduction = "ordered"
+        self,
+        device: torch.device,
+        reduction: Reduction = "ordered",
+        *,
+        reduce_on: ReduceOn = "auto",
+        most_reduction_bytes: int = 0,
     ) -> ParallelGroups:
         """Lets the ranks of one model send tensors from device to device.
 
@@ -266,6 +274,8 @@ class ParallelGroups:
         Args:
             device: Device of this rank.
             reduction: Who adds up what ranks give: castor in rank order, or the backend.
+            reduce_on: Where data-parallel ranks reduce gradients in rank order.
+            most_reduction_bytes: Device memory that "auto" lets that take.
 
         Returns:
             These groups, with the backend and the device memory that its communicators take.
@@ -276,23 +286,42 @@ class ParallelGroups:
         named: dict[Dimension, ModelParallelGroup | None]
         named = {"layers": self.layers, "cp": self.cp, "pp": self.pp}
         connected = {name: ranks for name, ranks in named.items() if ranks}
-        summing = reduction == "backend" and bool(self.groups)
+        required = reduction == "backend" or reduce_on == "device"
+        summing = bool(self.groups) and (required or reduce_on == "auto")
         backend = DeviceBackend.find(device, self.gather) if connected or summing else None
-        if summing:
-            check_backend_sums(backend, device)
+        if summing and required:
+            check_device_reduction(backend, device, reduction)
+        why = "as asked for" if not summing else "" if backend else why_through_host(device)
         if backend is None:
-            return self
+            return replace(self, reduces_on_host=why)
         free = backend.free_bytes()
         for name, ranks in connected.items():
             ranks.use_device_link(
                 DeviceLink(ranks.links, backend.group(self.dims.groups(name)), device, reduction)
             )
-        sums = None
+        between = backend.free_bytes()
+        reducing: tuple[distributed.ProcessGroup, ...] = ()
         if summing and self.dp:
             of_dp = self.dims.groups("dp")
-            sums = BackendSums(backend.group(of_dp), backend.group(of_dp), device)
-        taken = max(self.gather(max(0, free - backend.free_bytes())))
-        return replace(self, device_backend=backend, sums=sums, communicator_bytes=taken)
+            reducing = backend.group(of_dp), backend.group(of_dp)
+        taken = (max(0, free - between), max(0, between - backend.free_bytes()))
+        linked, reduced = (max(of_each) for of_each in zip(*self.gather(taken), strict=True))
+        sums = None
+        if reducing:
+            sums = DeviceReduction(
+                reducing,
+                backend,
+                reduction=reduction,
+                communicator_bytes=reduced,
+                most_bytes=None if required else most_reduction_bytes,
+            )
+        return replace(
+            self,
+            device_backend=backend if connected else None,
+            communicator_bytes=linked,
+            sums=sums,
+            reduces_on_host=why,
+        )
 
     def subset_of_pp(self, numbers: Sequence[int]) -> ModelParallelGroup | None:
         """Makes a group of some ranks of this rank's pipeline-parallel group.

@@ -99,8 +99,8 @@ def join_ranks(
     settings = {
         name: getattr(config, name)
         for name in ("precision", "max_norm", "nonfinite", "chunk_bytes", "overlap",
-                     "zero_stage", "extra_dp_size", "reduction", "gather_embeddings",
-                     "gather_experts", "loss_scaler")
+                     "zero_stage", "extra_dp_size", "reduction", "reduce_on",
+                     "gather_embeddings", "gather_experts", "loss_scaler")
     }  # fmt: skip
     device = torch.device(config.device)
     facts = {

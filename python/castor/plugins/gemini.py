@@ -19,7 +19,7 @@ from castor.activations.tight import StepSimulator
 from castor.config import GeminiArguments, GeminiConfig, offloads
 from castor.config.declared import documented
 from castor.config.names import SCALAR_TYPES, GatherExperts, StateFormat
-from castor.config.settings import first_update_fraction
+from castor.config.settings import SHARE_OF_REDUCTION, first_update_fraction
 from castor.distributed import ParallelGroups, data_rank_and_size
 from castor.errors import IoError, OutOfMemoryError
 from castor.optim.boosted import boost_optimizer
@@ -152,6 +152,7 @@ def engine_settings(
         extra_dp_size=config.extra_dp_size if groups.dp else 1,
         reduction=config.reduction if groups.groups else "",
         sums=groups.sums,
+        reduces_on_host=groups.reduces_on_host,
         device_link=groups.device_backend.name if groups.device_backend else "",
         communicator_bytes=groups.communicator_bytes,
         communicators=communicators,
@@ -285,9 +286,16 @@ class GeminiPlugin:
             *(groups, model, optimizers, config),
             state_format=choice.state_format, seed=choice.seed, held=held,
         )  # fmt: skip
-        groups = groups.connect_devices(torch.device(config.device), config.reduction)
+        groups = groups.connect_devices(
+            torch.device(config.device),
+            config.reduction,
+            reduce_on=config.reduce_on,
+            most_reduction_bytes=config.device_bytes // SHARE_OF_REDUCTION,
+        )
         # Before the model is divided; throws where the device has no room for communicators.
-        budgets_of(self, self.config).take_communicators(groups.communicator_bytes)
+        budgets_of(self, self.config).take_communicators(
+            groups.communicator_bytes + (groups.sums.least_budget if groups.sums else 0)
+        )
         reads = group_of_reads(config, rules, groups)
         parallelized = self._parallel_config.parallelize(
             model, optimizers, groups, state_format=choice.state_format

@@ -34,7 +34,7 @@ _OF_TRAINING = frozenset(
         *("offload_optim_frac", "nvme_offload_fraction", "enable_gradient_accumulation"),
         *("initial_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor"),
         *("growth_interval", "hysteresis", "activations", "zero_stage", "extra_dp_size"),
-        "reduction",
+        *("reduction", "reduce_on"),
     )
 )
 """Arguments of GeminiPlugin that say how a step trains, and mean nothing without an optimizer."""

@@ -165,8 +165,8 @@ class DeviceLink:
                 self._tensors.abort_device("another rank could not go on")
 
 
-class BackendSums:
-    """Collectives of data-parallel ranks by the backend of their devices.
+class DeviceReduction:
+    """Collectives of data-parallel ranks between their devices.
 
     Gradients and weights have a process group each, since two threads of a rank use them. A rank
     that is lost is noticed as by DeviceLink.
@@ -174,23 +174,37 @@ class BackendSums:
 
     def __init__(
         self,
-        gradients: distributed.ProcessGroup,
-        weights: distributed.ProcessGroup,
-        device: torch.device,
+        groups: Sequence[distributed.ProcessGroup],
+        backend: DeviceBackend,
+        *,
+        reduction: Reduction,
+        communicator_bytes: int,
+        most_bytes: int | None,
     ) -> None:
         """Takes groups of data-parallel ranks, which nothing else uses.
 
         Args:
-            gradients: Group that adds up gradients.
-            weights: Group that gathers weights.
-            device: Device of this rank.
+            groups: The group that adds up gradients, and the one that gathers weights.
+            backend: Backend of both groups.
+            reduction: Who adds up, castor or the backend.
+            communicator_bytes: Device memory that the groups' communicators take.
+            most_bytes: Device memory that they may take with the window and the buffers of
+                gradients, else the host reduces; None: as much as they need.
         """
-        self.groups = gradients, weights
+        gradients, weights = self.groups = tuple(groups)
+        self.backend = backend.name
+        self.communicator_bytes = communicator_bytes
+        self.most_bytes = most_bytes
         self.sums = (
-            _C.DeviceSums(gradients.group_name, str(device)),
-            _C.DeviceSums(weights.group_name, str(device)),
+            _C.DeviceSums(gradients.group_name, str(backend.device), reduction=reduction),
+            _C.DeviceSums(weights.group_name, str(backend.device), reduction=reduction),
         )
         watch_link(self)
+
+    @property
+    def least_budget(self) -> int:
+        """Device bytes that a budget must have for the communicators; 0: the host may reduce."""
+        return self.communicator_bytes if self.most_bytes is None else 0
 
     def look(self) -> None:
         """Ends a collective that waits for a rank which is lost. Called once a second."""
@@ -198,16 +212,29 @@ class BackendSums:
             one.look()
 
 
-def check_backend_sums(backend: DeviceBackend | None, device: torch.device) -> None:
-    """Raises UsageError if no backend between these ranks' devices could add up."""
-    if backend is None:
-        reason = (
-            "this model's device is the CPU"
-            if device.type == "cpu"
-            else "these ranks send through host memory (ranks that share a GPU, a torch without a "
-            "backend for the device, or CASTOR_DEVICE_LINK=host)"
-        )
+def why_through_host(device: torch.device) -> str:
+    """Returns why there is no backend between the devices of ranks (DeviceBackend.find)."""
+    if device.type == "cpu":
+        return "this model's device is the CPU"
+    return (
+        "these ranks send through host memory (ranks that share a GPU, a torch without a backend "
+        "for the device, or CASTOR_DEVICE_LINK=host)"
+    )
+
+
+def check_device_reduction(
+    backend: DeviceBackend | None, device: torch.device, reduction: Reduction
+) -> None:
+    """Raises UsageError if ranks have to reduce on devices, and no backend is between these."""
+    if backend is not None:
+        return
+    reason = why_through_host(device)
+    if reduction == "backend":
         raise UsageError(
             "reduction='backend' has the backend between the ranks' GPUs add up, NCCL, and "
             f"{reason}: leave it out; castor then adds in rank order"
         )
+    raise UsageError(
+        f"reduce_on='device' has the ranks' GPUs reduce gradients, and {reason}: leave it out; the "
+        "host then reduces, with the same bits"
+    )

@@ -28,7 +28,7 @@ from castor.runtime.boosted_model import (
 )
 from castor.runtime.collective_calls import CollectiveCalls
 from castor.runtime.device import make_backend
-from castor.runtime.device_groups import BackendSums
+from castor.runtime.device_groups import DeviceReduction
 from castor.runtime.experts import Experts, choose_experts
 from castor.runtime.guard import guard
 from castor.runtime.history import StepHistory
@@ -84,11 +84,13 @@ class EngineSettings:
     """ZeRO stage that ranks run at least (Rajbhandari et al. 2020, section 5); 0: any."""
     reduction: Reduction | Literal[""] = ""
     """Addition of what several ranks give; "": this process is alone."""
-    sums: BackendSums | None = None
-    """Collectives of `ranks` by a backend; None: castor adds gradients in rank order, or this
-    process is alone."""
+    sums: DeviceReduction | None = None
+    """Collectives of `ranks` between devices; None: the host reduces gradients, or this process is
+    alone."""
+    reduces_on_host: str = ""
+    """Why the host reduces gradients, where that is a choice."""
     device_link: str = ""
-    """Backend that sends tensors from device to device; "": they go through the host."""
+    """Backend that sends activations from device to device; "": they go through the host."""
     communicator_bytes: int = 0
     """Device memory that its communicators take."""
     communicators: _C.Reservation | None = None
@@ -247,6 +249,9 @@ class Engine(CollectiveCalls):
             memory_mark=memory_mark() if self.ranks else None,
             reads=settings.reads,
             sums=settings.sums.sums if settings.sums else None,
+            communicator_bytes=settings.sums.communicator_bytes if settings.sums else 0,
+            most_reduction_bytes=settings.sums.most_bytes if settings.sums else None,
+            reduces_on_host=settings.reduces_on_host,
             zero_stage=settings.zero_stage,
             extra_dp_size=settings.extra_dp_size,
             valueless=[self.index_of[param] for param in lazy.params],
@@ -390,12 +395,16 @@ class Engine(CollectiveCalls):
             rank, ranks = figures["rank"] * own.size + own.rank, figures["ranks"] * own.size
             figures |= {"rank": rank, "ranks": ranks}
         seconds = self.history.totals.seconds
+        reducing = figures.pop("reduction_communicator_bytes")
+        link = self.settings.device_link
+        if self.settings.sums and figures["reduced_on"] == "device":
+            link = self.settings.sums.backend
         return MemoryReport(
             **figures,
             rank_exposed_share=figures["rank_exposed_seconds"] / seconds if seconds else 0.0,
             reduction=self.settings.reduction,
-            device_link=self.settings.device_link,
-            communicator_bytes=self.settings.communicator_bytes,
+            device_link=link,
+            communicator_bytes=self.settings.communicator_bytes + reducing,
             locked_limit_bytes=self.settings.locked_limit_bytes,
             skipped_steps=self.skipped_steps,
             step_skipped=self.step_skipped,

@@ -168,8 +168,11 @@ class MemoryReport:
     process group. Empty: this process is alone."""
     device_link: str
     """Backend through which tensor-, context-, expert- and pipeline-parallel ranks send tensors
-    from device to device: "nccl". With reduction="backend" data-parallel ranks have it add up their
-    gradients. Empty: through host memory, or there are no such ranks."""
+    from device to device, and data-parallel ranks gradients that they reduce there: "nccl". Empty:
+    through host memory, or there are no such ranks."""
+    reduced_on: str
+    """Place where data-parallel ranks reduce gradients: "device", or "host" and why ("host: as
+    asked for"). Empty: this process is alone."""
     communicator_bytes: int
     """Device bytes that the communicators of device_link take of the budget."""
     rank_shared_bytes: int
@@ -378,7 +381,8 @@ def _summary(report: MemoryReport) -> list[tuple[str, str]]:
                 f"{report.rank_link}; {report.rank_seconds:,.2f} s for what ranks exchange, "
                 f"{1e3 * report.rank_exposed_seconds / max(1, report.steps):,.1f} ms a step "
                 f"({report.rank_exposed_share:.1%}) of it waited for"
-                + (f", added by {report.device_link}" if report.reduction == "backend" else ""),
+                + (f", added by {report.device_link}" if report.reduction == "backend" else "")
+                + f"; gradients reduced on the {report.reduced_on}",
             )
         )
     return found

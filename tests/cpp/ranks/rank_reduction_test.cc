@@ -128,7 +128,7 @@ TEST(RankReductionOnNodesTest, ARankThatEndsIsMissedByAll) {
     RankFigures figures;
     RankReduction reduction(
         *ranks, made.storage.get(), executor,
-        memory->allocate(RankReduction::window_bytes(kBytes, kRanks, 2, Reduction::kOrdered), ""),
+        memory->allocate(RankReduction::window_bytes(kBytes, kRanks, 2, ReducedOn::kHost), ""),
         figures);
     reduction.reduce(gradients, ScalarType::kFloat32);
     all_have.arrive_and_wait();
@@ -176,7 +176,7 @@ TEST_P(RankShardReductionTest, ARankHasTheMeanOfItsShard) {
         own[i] = value(group.rank(), i);
       }
       std::vector<float> shard(numel / size);
-      reduction.reduce_scatter(std::as_bytes(std::span(own)), BackendSums::From::kHost,
+      reduction.reduce_scatter(std::as_bytes(std::span(own)), DeviceReduction::From::kHost,
                                std::as_writable_bytes(std::span(shard)), ScalarType::kFloat32);
       for (std::size_t i = 0; i < shard.size(); ++i) {
         const std::size_t of_all = group.rank() * shard.size() + i;

@@ -114,10 +114,9 @@ TEST(RankHostStorageTest, RoomIsLeftForGradientsOnTheirWay) {
   on_ranks(2, [](Collectives& ranks) {
     Maker maker(ranks);
     const RankHostStorage storage = maker.make();
-    EXPECT_EQ(
-        storage.room_for_copies(),
-        ShardedHostStorage::kGradientCopies * kPage +
-            RankReduction::window_bytes(kPage, ranks.size(), ranks.size(), Reduction::kOrdered));
+    EXPECT_EQ(storage.room_for_copies(),
+              ShardedHostStorage::kGradientCopies * kPage +
+                  RankReduction::window_bytes(kPage, ranks.size(), ranks.size(), ReducedOn::kHost));
   });
 }
 

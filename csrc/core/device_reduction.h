@@ -11,20 +11,23 @@ namespace castor {
 /// Choice of the adder of what ranks give: castor, in rank order, with the bits of one process; or
 /// the backend of a process group (NCCL), in an order of its own.
 enum class Reduction : std::uint8_t { kOrdered, kBackend };
+/// Place where data-parallel ranks reduce gradients.
+enum class ReducedOn : std::uint8_t { kHost, kDevice };
 
-/// Seam to collectives of a process group's backend, for gradients and weights of data-parallel
-/// ranks. The order of additions is the backend's, and 16-bit gradients are added in their own
-/// type, so bits depend on the number of ranks.
+/// Seam to collectives between the ranks' devices, for gradients and weights of data-parallel
+/// ranks. With Reduction::kOrdered a mean has the bits of castor::average() over the ranks, in
+/// their order. With kBackend the order of additions is the backend's, and 16-bit gradients are
+/// added in their own type, so bits depend on the number of ranks.
 ///
 /// All ranks make the same calls in the same order, one at a time. Memory of the device that a call
 /// takes has no work under way. A call returns when it is done on this rank, and throws Error where
 /// another rank is lost.
-class BackendSums {
+class DeviceReduction {
  public:
   /// Memory that holds the values that a rank gives.
   enum class From : std::uint8_t { kHost, kDevice };
 
-  virtual ~BackendSums() = default;
+  virtual ~DeviceReduction() = default;
 
   /// Returns the bytes of the window for gradients of at most `largest` bytes at once.
   [[nodiscard]] virtual std::size_t window_bytes(std::size_t largest) const = 0;
@@ -44,9 +47,10 @@ class BackendSums {
   virtual void leave() noexcept = 0;
 };
 
-/// Returns who adds up, given the sums of a process group's backend or nullptr.
-[[nodiscard]] inline Reduction reduction_of(const BackendSums* sums) noexcept {
-  return sums == nullptr ? Reduction::kOrdered : Reduction::kBackend;
+/// Returns where gradients of streamed chunks are reduced, given the ranks' reduction on devices or
+/// nullptr.
+[[nodiscard]] inline ReducedOn reduced_on(const DeviceReduction* reduction) noexcept {
+  return reduction == nullptr ? ReducedOn::kHost : ReducedOn::kDevice;
 }
 
 }  // namespace castor
