@@ -127,6 +127,8 @@ class _Between:
     """Link of a rank to other machines: 400Gb/s."""
     reduction: str | None = None
     """GeminiPlugin's: ordered; backend with --transport nccl; auto: the faster one."""
+    reduce_on: str | None = None
+    """GeminiPlugin's: host; device with --transport nccl; auto."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -625,8 +625,8 @@ def of_ranks(tmp_path: Path, *arguments: str) -> Any:
 def test_copies_on_ranks_exchange_gradients_and_weights(tmp_path: Path, small: Estimator) -> None:
     """As castor plan has copies of the model; GPUs of two machines send 3 (n - 1) / n of it."""
     parameters = 2 * small.num_parameters
-    ranks = ("--nproc", "2", *NCCL, "--link", "200GB/s", "--dram", "80GB/s")
-    two = of_ranks(tmp_path, *ranks, "--batch", "2")
+    ranks = ("--nproc", "2", *NCCL, "--link", "200GB/s", "--dram", "80GB/s", "--batch", "2")
+    two = of_ranks(tmp_path, *ranks, "--reduce-on", "host")
     assert two["fits"]
     assert two["node_bytes"] == pytest.approx(1 / 2 * parameters)
     assert two["network_bytes"] == 0
@@ -635,8 +635,11 @@ def test_copies_on_ranks_exchange_gradients_and_weights(tmp_path: Path, small: E
     assert two["tokens_per_s"] == pytest.approx(2 * 2 * 64 / two["step_time_s"])
     assert two["exposed_s"] == two["busy_s"]["reduce"]
     assert two["exposed_share"] == two["exposed_s"] / two["step_time_s"]
-    summed = of_ranks(tmp_path, *ranks, "--batch", "2", "--reduction", "backend")
+    summed = of_ranks(tmp_path, *ranks, "--reduction", "backend")
     assert summed["exposed_share"] < two["exposed_share"]
+    on_gpus = of_ranks(tmp_path, *ranks)
+    assert (two["reduced_on"], on_gpus["reduced_on"]) == ("host", "device")
+    assert on_gpus | {"reduction": "backend"} == summed
     eight = ("--nproc", "4", "--nodes", "2", *NCCL, "--link", "20GB/s", "--network")
     bits, slow = (of_ranks(tmp_path, *eight, speed) for speed in ("80Gb/s", "1GB/s"))
     assert bits["network_bytes"] == pytest.approx(3 * 7 / 8 * parameters, abs=1)

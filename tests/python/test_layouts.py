@@ -63,7 +63,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def cluster(**changes: Any) -> Cluster:
-    figures = FIGURES | changes
+    figures = {"reduce_on": "host"} | FIGURES | changes
     if figures.get("device") == "cpu":  # its ranks share memory
         del figures["transport"]
     return Cluster.of(figures, "fp32")
@@ -461,6 +461,8 @@ def test_gpus_exchange_through_host_memory_unless_asked_otherwise(config: Path) 
         ({"transport": "pigeon"}, "transport is 'pigeon'; give one of host, nccl"),
         ({"reduction": "fast"}, "reduction is 'fast'; give one of ordered, backend, auto"),
         ({"reduction": "backend", "device": "cpu"}, "between GPUs: give transport: nccl as well"),
+        ({"reduce_on": "gpu"}, "reduce_on is 'gpu'; give one of auto, device, host"),
+        ({"reduce_on": "device", "device": "cpu"}, "exchange gradients: give transport: nccl"),
     ],
 )
 def test_a_cluster_that_makes_no_sense_is_named(changes: dict[str, Any], says: str) -> None:
@@ -585,6 +587,28 @@ def test_what_computing_does_not_hide_of_exchanges_is_exposed(
     seconds = ReplicaSeconds(gradients=gradients, weights=weights)
     found = seconds.exposed(backward=8.0, forward=forward, chunks=4)
     assert found == pytest.approx(exposed)
+
+
+def test_ordered_sums_on_gpus_cost_what_a_backends_cost(config: Path) -> None:
+    """The bytes of both are those of a ring. "auto" takes an eighth of device_memory at most."""
+    found = search(config)
+    layout = Layout(dims=ParallelDims(dp=8), rows=1)
+    buffers = found._rank(layout, 0, 2**60, 8).simulator.gradient_buffer_bytes
+    least = 8 * ((16 << 20) + buffers)
+    for memory, auto in ((least, "device"), (least - 8, "host")):
+        on = {"ranks_per_node": 8, "device_memory": memory}
+        backend, on_gpus, on_host, chosen = (
+            found.cost(layout, cluster(**on, **how))
+            for how in (
+                {"reduction": "backend"}, {"reduce_on": "device"}, {}, {"reduce_on": "auto"},
+            )
+        )  # fmt: skip
+        assert replace(on_gpus, reduction="backend") == backend
+        assert on_gpus.exposed < on_host.exposed
+        assert (on_gpus.reduced_on, on_host.reduced_on) == ("device", "host")
+        assert chosen == (on_gpus if auto == "device" else on_host)
+        assert arguments_of(on_gpus, cluster(reduce_on="device"))["reduce_on"] == "device"
+        assert "reduce_on" not in arguments_of(chosen, cluster(reduce_on="auto"))
 
 
 def test_a_backends_sums_of_replicas_are_hidden_and_planned(config: Path) -> None:

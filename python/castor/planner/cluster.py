@@ -7,16 +7,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from castor.config import Precision, parse_bandwidth, parse_paths
 from castor.config.files import read_settings_file
-from castor.config.names import Reduction
+from castor.config.names import ReduceOn, Reduction
 from castor.errors import UsageError
 from castor.estimate.machine import CPU_DEVICE, Machine, machine
 
 _COUNTS = ("nodes", "ranks_per_node")
-_BETWEEN = ("link", "link_latency_us", "network", "network_latency_us", "transport", "reduction")
+_BETWEEN = ("link", "link_latency_us", "network", "network_latency_us", "transport", "reduction",
+            "reduce_on")  # fmt: skip
 _OF_A_NODE = (
     *("device_memory", "host_memory", "h2d", "d2h", "dram", "updates", "flops"),
     *("device_bandwidth", "operator_us", "nvme", "nvme_memory"),
@@ -33,7 +34,7 @@ REDUCTIONS: dict[PlannedReduction, tuple[Reduction, ...]] = {
 Transport = Literal["host", "nccl"]
 """Path of activations between GPUs: through host memory, or directly by NCCL.
 
-Gradients and weights of data-parallel replicas go through host memory either way.
+Gradients and weights of data-parallel replicas go the same way, unless reduce_on is "host".
 """
 TRANSPORTS: dict[Transport, str] = {
     "host": "Ranks exchange through host memory.",
@@ -41,11 +42,11 @@ TRANSPORTS: dict[Transport, str] = {
     "replicas exchange gradients and weights through host memory.",
 }
 """Remark on predictions for each transport."""
-BACKEND_SUMS = (
+BETWEEN_GPUS = (
     "Activations, and what replicas of one node exchange, go from GPU to GPU by NCCL, which has "
     "not run on several GPUs yet; between nodes replicas exchange through host memory."
 )
-"""Remark on predictions with reduction="backend"."""
+"""Remark on predictions where replicas reduce gradients on their GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +129,10 @@ class Cluster:
     transport: Transport = "host"
     """Path of activations."""
     reduction: PlannedReduction = "ordered"
-    """GeminiPlugin's reduction. With "backend" replicas on one node exchange from GPU to GPU. With
-    "auto" a search takes the faster one of each layout."""
+    """GeminiPlugin's reduction. With "auto" a search takes the faster one of each layout."""
+    reduce_on: ReduceOn = "auto"
+    """GeminiPlugin's reduce_on, of ordered sums. "auto" is one of the others in each layout
+    (LayoutSearch)."""
     replica_link: Link | None = None
     """Link of data-parallel replicas on one node; None: `link`."""
 
@@ -142,7 +145,13 @@ class Cluster:
         """Returns a remark on predictions; empty for one rank and for ranks on the host."""
         if self.on_host or self.ranks == 1:
             return ""
-        return BACKEND_SUMS if self.reduction == "backend" else TRANSPORTS[self.transport]
+        return BETWEEN_GPUS if self.reduces_on_gpus else TRANSPORTS[self.transport]
+
+    @property
+    def reduces_on_gpus(self) -> bool:
+        """Whether replicas on one node exchange from GPU to GPU; with "auto": whether some may."""
+        on_gpus = self.transport == "nccl" and self.reduce_on != "host"
+        return on_gpus or self.reduction != "ordered"
 
     def with_each_reduction(self) -> list[Cluster]:
         """Returns the cluster with each reduction that a search compares."""
@@ -199,6 +208,7 @@ class Cluster:
         - transport: "host" (default) or, for GPUs, "nccl".
         - reduction: "ordered" (default) or, with transport "nccl", "backend", or "auto" for the
           faster one of each layout.
+        - reduce_on: "auto" (default), "host" or, with transport "nccl", "device".
         - network: bandwidth of a rank to other nodes, such as "40GB/s".
         - link: bandwidth of a rank to others of its node, for transport "nccl" and device "cpu".
           GPUs that exchange through host memory have the bandwidth of dram.
@@ -234,6 +244,14 @@ class Cluster:
             raise UsageError(
                 f"reduction: {reduction} has NCCL add up, between GPUs: give transport: nccl as "
                 "well"
+            )
+        reduce_on = settings.get("reduce_on", "auto")
+        if reduce_on not in get_args(ReduceOn):
+            given = ", ".join(get_args(ReduceOn))
+            raise UsageError(f"reduce_on is {reduce_on!r}; give one of {given}")
+        if reduce_on == "device" and transport != "nccl":
+            raise UsageError(
+                "reduce_on: device has GPUs exchange gradients: give transport: nccl as well"
             )
         needed = {
             "link": counts["ranks_per_node"] > 1 and not through_host,
@@ -281,6 +299,7 @@ class Cluster:
             network=network,
             transport=transport,
             reduction=cast(PlannedReduction, reduction),
+            reduce_on=cast(ReduceOn, reduce_on),
             replica_link=replica_link,
             at_once=min(each, at_once),
             nvme_paths=tuple(map(str, parse_paths(settings.get("nvme_path"), "nvme_path"))),

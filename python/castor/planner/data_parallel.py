@@ -48,6 +48,8 @@ class RanksEstimate:
     """Share of the step that they take."""
     reduction: str
     """GeminiPlugin's reduction with which the step is predicted."""
+    reduced_on: str
+    """Place where gradients are reduced: "device" or "host"."""
     dram_bytes: int
     """Bytes that the ranks of a node move through its memory in a step; see LayoutCost."""
     dram_s: float
@@ -104,6 +106,7 @@ def estimate_ranks(config: Path, workload: Workload, cluster: Cluster) -> RanksE
         exposed_s=cost.exposed,
         exposed_share=cost.exposed_share,
         reduction=cost.reduction,
+        reduced_on=cost.reduced_on,
         dram_bytes=cost.dram_bytes,
         dram_s=cost.dram_seconds,
         node_bytes=int(sent.within),
@@ -135,6 +138,8 @@ def render(estimate: RanksEstimate, workload: Workload, on: Cluster, console: Co
     table.add_row("communication", f"{hidden_by_nothing} of the step that no computing hides")
     if on.reduction == "auto":
         table.add_row("reduction", estimate.reduction)
+    if not on.on_host:
+        table.add_row("reduced on", f"the {estimate.reduced_on}")
     through = dram_of(estimate.dram_bytes, estimate.dram_s, estimate.step_time_s)
     table.add_row("host DRAM", f"{through} of the step, of all ranks of a node")
     table.add_row("sent in a step", f"{size(estimate.node_bytes)} a rank within a node, "

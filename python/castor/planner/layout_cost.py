@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from castor import _C
 from castor.activations.block_profile import Events
@@ -25,7 +25,7 @@ from castor.planner.replicas import (
     gathering_ranks,
     ranks_sharing_host_storage,
     reduced,
-    sent_by_backend,
+    sent_between_gpus,
 )
 from castor.planner.simulated_rank import SEQUENCE, SimulatedRank, StagePass
 
@@ -74,6 +74,8 @@ class LayoutCost(_Needs):
     """Seconds of the step."""
     reduction: Reduction
     """GeminiPlugin's reduction with which the step is predicted."""
+    reduced_on: Literal["device", "host"]
+    """Place where replicas reduce gradients."""
     dram_bytes: int
     """Bytes that the ranks of a node move through its memory in a step: chunks on their way to
     devices, gradients on their way to host storage, reductions on the host, the optimizer's."""
@@ -192,7 +194,7 @@ class End(_Needs):
     def _exposed_of_replicas(self, recorded: SimulatedRank, resident: float, chunks: int) -> float:
         """Returns the seconds of what replicas exchange that computing does not hide."""
         layout, cluster = self._layout, self._cluster
-        seconds = sent_by_backend(layout, cluster, recorded.param_bytes, resident)
+        seconds = sent_between_gpus(layout, cluster, recorded.param_bytes, resident)
         if seconds is None:
             return reduced(layout, cluster, recorded.param_bytes, recorded.element_bytes)
         passes = [seconds_of(one, cluster, layout) for one in recorded.passes.values()]
@@ -397,7 +399,7 @@ def cost_of(
     beside = max(end.dram_bytes for end in ends)
     dram_bytes = beside + of_replicas
     overlapped = passes + update
-    if cluster.reduction == "backend":
+    if cluster.reduces_on_gpus:
         beside, overlapped = dram_bytes, overlapped + reduce
     dram = max(0.0, cluster.dram_seconds(beside) - overlapped)
     seconds_alone = passes + reduce + update + dram
@@ -427,6 +429,7 @@ def cost_of(
         nvme_weight_bytes=max(end.nvme_weight_bytes for end in ends),
         seconds=max(seconds_alone, needed),
         reduction=cast(Reduction, cluster.reduction),
+        reduced_on="device" if cluster.reduces_on_gpus else "host",
         dram_bytes=round(dram_bytes * cluster.ranks_per_node),
         dram_seconds=cluster.dram_seconds(dram_bytes),
         busy=busy,

@@ -106,6 +106,8 @@ def arguments_of(cost: LayoutCost, cluster: Cluster) -> dict[str, Any]:
     found = cost.layout.arguments()
     if cost.reduction == "backend" and cluster.ranks > 1:
         found["reduction"] = "backend"
+    elif cluster.reduce_on != "auto" and cluster.ranks > 1:
+        found["reduce_on"] = cluster.reduce_on
     if cost.nvme_bytes:
         found |= {
             "host_memory": cluster.machine.host_bytes,
@@ -133,6 +135,7 @@ def as_json(found: Found) -> dict[str, Any]:
             "exposed_s": cost.exposed,
             "exposed_share": cost.exposed_share,
             "reduction": cost.reduction,
+            "reduced_on": cost.reduced_on,
             "dram_bytes": cost.dram_bytes,
             "dram_s": cost.dram_seconds,
         }

@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from castor.config.settings import SHARE_OF_REDUCTION
 from castor.errors import UsageError
 from castor.estimate.model import without_full_collections
 from castor.estimate.operators import Results
@@ -31,6 +32,8 @@ from castor.planner.layouts import Layout, layouts
 from castor.planner.simulated_rank import SimulatedModel, SimulatedRank, StagePass, num_blocks
 
 _WHOLE = Layout()
+_WINDOW_OF_REDUCTION = 16 << 20
+"""Device bytes through which gradients pass from GPU to GPU (csrc/c10d/device_sums.cc)."""
 
 
 class LayoutSearch:
@@ -315,9 +318,26 @@ class LayoutSearch:
         """Returns the costs of a layout that are below the limit, one for each reduction."""
         return [
             self._cost(layout, ends, one)
-            for one in cluster.with_each_reduction()
+            for one in (self._placed(layout, each) for each in cluster.with_each_reduction())
             for ends in self._ends(layout, one, limit)
         ]
+
+    def _placed(self, layout: Layout, cluster: Cluster) -> Cluster:
+        """Returns the cluster with the place where ranks of a layout reduce gradients.
+
+        As training chooses it for reduce_on="auto", but for the memory of communicators, which is
+        measured there.
+        """
+        replicas, device_bytes = layout.dims.same_shard, cluster.machine.device_bytes
+        given = cluster.reduction != "ordered" or cluster.reduce_on != "auto"
+        if given or not cluster.reduces_on_gpus or replicas == 1:
+            return cluster
+        buffers = max(
+            self._rank(layout, rank, device_bytes, replicas).simulator.gradient_buffer_bytes
+            for rank in {0, layout.dims.pp - 1}
+        )
+        fits = _WINDOW_OF_REDUCTION + buffers <= device_bytes // SHARE_OF_REDUCTION
+        return replace(cluster, reduce_on="device" if fits else "host")
 
     def _ends(
         self, layout: Layout, cluster: Cluster, limit: float

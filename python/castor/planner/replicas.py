@@ -79,7 +79,7 @@ def reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: i
 def least_reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_bytes: int) -> float:
     """Returns a lower bound of the seconds of exchanges between replicas that nothing hides."""
     of_node = _ranks_of_a_node(layout, cluster) == layout.dims.same_shard
-    if cluster.reduction != "ordered" and of_node:
+    if cluster.reduces_on_gpus and of_node:
         return 0.0
     return reduced(layout, cluster, param_bytes, element_bytes)
 
@@ -87,14 +87,15 @@ def least_reduced(layout: Layout, cluster: Cluster, param_bytes: int, element_by
 def gathering_ranks(layout: Layout, cluster: Cluster) -> int:
     """Returns the number of ranks that reduce gradients of streamed chunks on their GPUs.
 
-    That is so with reduction="backend", on one node, where one backward pass brings all of a step's
-    gradients. More passes add up in host storage (docs/design/0067-reduced-on-the-gpus.md).
+    That is so on one node, where one backward pass brings all of a step's gradients, and
+    cluster.reduces_on_gpus. More passes add up in host storage
+    (docs/design/0067-reduced-on-the-gpus.md).
 
     Returns:
         The number of ranks. 1: gradients of streamed chunks go to the host in full.
     """
     copies = layout.dims.same_shard
-    apart = cluster.reduction == "ordered" or _ranks_of_a_node(layout, cluster) != copies
+    apart = not cluster.reduces_on_gpus or _ranks_of_a_node(layout, cluster) != copies
     return 1 if apart or layout.microbatches > 1 else copies
 
 
@@ -103,14 +104,14 @@ def dram_of_replicas(layout: Layout, cluster: Cluster, param_bytes: int, residen
 
     Of P bytes, on one node with n replicas:
 
-    - streamed chunks, ordered: each rank reads a shard of all n gradients, and writes the shard of
-      the mean: P + P / n.
-    - streamed chunks, by the backend: nothing beside the way to the host, which is that of the
-      rank's shard of the mean. After several micro-batches (gathering_ranks) the sums go from the
-      host to the GPU, and the rank's shard of the mean comes back: P + P / n.
-    - resident chunks of GPUs, ordered: their gradients come to the host first, the means go back,
-      and weights go through the host in shards: 4 P + P / n.
-    - resident chunks of GPUs, by the backend: the rank's shard of the weights: P / n.
+    - streamed chunks, reduced on the host: each rank reads a shard of all n gradients, and writes
+      the shard of the mean: P + P / n.
+    - streamed chunks, reduced on the GPUs: nothing beside the way to the host, which is that of the
+      rank's shard of the mean. After several micro-batches (gathering_ranks) the sums go from the host to
+      the GPU, and the rank's shard of the mean comes back: P + P / n.
+    - resident chunks of GPUs, reduced on the host: their gradients come to the host first, the
+      means go back, and weights go through the host in shards: 4 P + P / n.
+    - resident chunks of GPUs, reduced there: the rank's shard of the weights: P / n.
 
     What is sent to other nodes, or to replicas that share no host memory, is read once and written
     once. Gradients of streamed chunks on their way to host storage are not in it.
@@ -129,7 +130,7 @@ def dram_of_replicas(layout: Layout, cluster: Cluster, param_bytes: int, residen
         return 2 * (sent.within + sent.across)
     on_device = 0.0 if cluster.on_host else resident * param_bytes
     on_host = param_bytes - on_device
-    passes = 0 if cluster.reduction == "backend" else 4
+    passes = 0 if cluster.reduces_on_gpus else 4
     streamed = 0.0 if gathering_ranks(layout, cluster) > 1 else 1 + 1 / copies
     return on_host * streamed + on_device * (passes + 1 / copies)
 
@@ -161,10 +162,10 @@ class ReplicaSeconds:
         return (reduced - backward) + (begun - forward)
 
 
-def sent_by_backend(
+def sent_between_gpus(
     layout: Layout, cluster: Cluster, param_bytes: int, resident: float
 ) -> ReplicaSeconds | None:
-    """Returns the seconds of exchanges with reduction="backend", on the GPUs of one node.
+    """Returns the seconds of exchanges between the GPUs of one node.
 
     Gradients of resident chunks are all-reduced where they are. Of their weights a rank copies its
     shard to the host, and all shards are gathered on the GPUs. Gradients of streamed chunks are
@@ -180,11 +181,11 @@ def sent_by_backend(
         resident: Share of the parameters in resident chunks.
 
     Returns:
-        The seconds. None where sums are ordered, or replicas are on several nodes.
+        The seconds. None where the host reduces, or replicas are on several nodes.
     """
     copies = layout.dims.same_shard
     alone = copies == 1 or _ranks_of_a_node(layout, cluster) != copies
-    if cluster.reduction != "backend" or alone:
+    if not cluster.reduces_on_gpus or alone:
         return None
     machine, link = cluster.machine, cluster.link
     on_device, on_host = resident * param_bytes, (1 - resident) * param_bytes
