@@ -281,7 +281,7 @@ def test_sharded_gradients_stay_where_they_are_while_a_kernel_reads_them(
 def test_gpus_reduce_gradients_before_they_go_to_the_host(
     size: int, simgpu: str, tmp_path: Path
 ) -> None:
-    """1/n of each chunk's, counted at the device's copies; the way over the host had all, and back again."""
+    """1/n of each chunk's, counted at the device's copies; the host's sums take all there, and back."""
     del simgpu
     succeeded(run(gpu_rank_cases.gathers, size, tmp_path, timeout=900))
     for rank in range(size):
@@ -290,7 +290,7 @@ def test_gpus_reduce_gradients_before_they_go_to_the_host(
         for place, by in found.items():
             shards = sum(chunk // size for chunk in by["chunks"])
             assert len(by["chunks"]) > 3
-            # A rank that waits for a slower one for a quarter of a second sends a chunk to the host.
+            # A rank that waits a quarter of a second for a slower one sends a chunk to the host.
             ordered, on_device, backend = (
                 min(by[how], key=lambda one: one["to_host"]) for how in gpu_rank_cases.REDUCTIONS
             )

@@ -107,8 +107,8 @@ def dram_of_replicas(layout: Layout, cluster: Cluster, param_bytes: int, residen
     - streamed chunks, reduced on the host: each rank reads a shard of all n gradients, and writes
       the shard of the mean: P + P / n.
     - streamed chunks, reduced on the GPUs: nothing beside the way to the host, which is that of the
-      rank's shard of the mean. After several micro-batches (gathering_ranks) the sums go from the host to
-      the GPU, and the rank's shard of the mean comes back: P + P / n.
+      rank's shard of the mean. After several micro-batches (gathering_ranks) the sums go from the
+      host to the GPU, and the rank's shard of the mean comes back: P + P / n.
     - resident chunks of GPUs, reduced on the host: their gradients come to the host first, the
       means go back, and weights go through the host in shards: 4 P + P / n.
     - resident chunks of GPUs, reduced there: the rank's shard of the weights: P / n.
