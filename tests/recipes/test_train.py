@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from castor.config import parse_bytes
 from castor.errors import Error, UsageError
 from castor.recipes import train
 from castor.recipes.recipe import Recipe, dump, load
@@ -107,42 +108,68 @@ def others(place: Path, trained: Path) -> Path:
     for name, recipe in (("again", again), ("resumed", resumed)):
         files.append(place / f"{name}.yaml")
         files[-1].write_text(dump(recipe))
+    small = load(recipe_file(place, "unpacked", adapter="lora"), ["memory.device_memory=1900KiB"])
+    cut = load(
+        recipe_file(place, "pretrained", "pretrain", rows="text.jsonl"), ["data.truncation=right"]
+    )
+    for recipe in (small, cut):
+        files.append(place / f"{Path(recipe.output.dir).name}.yaml")
+        files[-1].write_text(dump(recipe))
     files += [
         recipe_file(place, "adapters", adapter="lora", packing=True),
         recipe_file(place, "preferred", "dpo", rows="pairs.jsonl"),
         recipe_file(place, "rewarded", "reward", rows="pairs.jsonl"),
-        recipe_file(place, "pretrained", "pretrain", rows="text.jsonl", packing=True),
+        recipe_file(place, "packed-texts", "pretrain", rows="text.jsonl", packing=True),
     ]
     run_script("several.py", *files)
     return place
 
 
+PLAIN = {
+    "trained": ("SFT", "chats", {"assistant_only_loss": True}),
+    "unpacked": ("SFT", "chats", {"assistant_only_loss": True}),
+    "preferred": ("DPO", "pairs", {"beta": 0.1}),
+    "rewarded": ("Reward", "pairs", {}),
+    "pretrained": ("SFT", "text", {"packing": False}),
+}
+"""Runs of castor train, and the Trainer of TRL that trains the same, its rows and settings."""
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_losses_are_those_of_plain_trl_in_less_than_half_of_its_memory(
-    place: Path, trained: Path, tmp_path: Path
+    others: Path, tmp_path: Path, name: str
 ) -> None:
+    import peft
+    import transformers
     import trl
     from datasets import Dataset
 
-    rows = [json.loads(line) for line in (place / "chats.jsonl").read_text().splitlines()]
-    arguments = trl.SFTConfig(
+    method, file, more = PLAIN[name]
+    rows = [json.loads(line) for line in (others / f"{file}.jsonl").read_text().splitlines()]
+    arguments = getattr(trl, f"{method}Config")(
         output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=2,
         learning_rate=1e-3, lr_scheduler_type="cosine", weight_decay=0.01, seed=3, bf16=False,
         use_cpu=True, activation_checkpointing=False, logging_steps=1, save_strategy="no",
-        report_to=[], disable_tqdm=True, max_length=64, assistant_only_loss=True,
+        report_to=[], disable_tqdm=True, max_length=64, **more,
     )  # fmt: skip
-    plain = trl.SFTTrainer(
-        model=str(place / "model"),
+    transformers.set_seed(3)  # new adapters and scores begin with random weights
+    plain = getattr(trl, f"{method}Trainer")(
+        model=str(others / "model"),
         args=arguments,
         train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(place / "model"),
+        processing_class=AutoTokenizer.from_pretrained(others / "model"),
+        peft_config=peft.LoraConfig(task_type="CAUSAL_LM") if name == "unpacked" else None,
     )
-    num_params = sum(param.numel() for param in plain.model.parameters())
-    assert 16 * num_params / 2 > DEVICE
+    parameters = list(plain.model.parameters())
+    trained = sum(one.numel() for one in parameters if one.requires_grad)
+    taken = 4 * sum(one.numel() for one in parameters) + 12 * trained  # without activations
+    budget = load(others / f"{name}.yaml").memory["device_memory"]
+    assert parse_bytes(budget, "device_memory") <= taken / 2
     plain.train()
-    for name in ("loss", "grad_norm"):
-        expected = [entry[name] for entry in plain.state.log_history if name in entry]
+    for figure in ("loss", "grad_norm"):
+        expected = [entry[figure] for entry in plain.state.log_history if figure in entry]
         assert len(expected) == STEPS
-        assert logged(trained, name) == pytest.approx(list(map(float, expected)), rel=1e-5)
+        assert logged(others / name, figure) == pytest.approx(list(map(float, expected)), rel=1e-5)
 
 
 def test_the_recipe_in_a_run_repeats_it_bit_for_bit(trained: Path, others: Path) -> None:
@@ -163,7 +190,7 @@ def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
 
 
 def test_every_method_trains(others: Path) -> None:
-    for name in ("preferred", "rewarded", "pretrained"):
+    for name in ("preferred", "rewarded", "pretrained", "packed-texts"):
         changed = load_file(others / name / "model.safetensors")
         before = load_file(others / "model" / "model.safetensors")
         assert any(not torch.equal(changed[key], before[key]) for key in before if key in changed)
