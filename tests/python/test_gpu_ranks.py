@@ -281,7 +281,7 @@ def test_sharded_gradients_stay_where_they_are_while_a_kernel_reads_them(
 def test_gpus_reduce_gradients_before_they_go_to_the_host(
     size: int, simgpu: str, tmp_path: Path
 ) -> None:
-    """1/n of each chunk's, counted at the device's copies; the host's sums take all there, and back."""
+    """1/n of each chunk's, counted at the device's copies; the host's sums take all, twice."""
     del simgpu
     succeeded(run(gpu_rank_cases.gathers, size, tmp_path, timeout=900))
     for rank in range(size):
