@@ -355,6 +355,14 @@ def test_rows_are_tokenised_once_and_a_stopped_run_goes_on(
     # Another setting is other rows.
     prepare(data.model_copy(update={"max_length": 99}), words, method="sft")
     assert calls == [30, 30, 30, 10]
+    calls.clear()
+    # So is another version of what renders and packs them.
+    versions = preparing.version
+    monkeypatch.setattr(
+        preparing, "version", lambda name: "1.0" if name == "trl" else versions(name)
+    )
+    prepare(data, words, method="sft")
+    assert calls == [30, 30, 30, 10]
 
 
 def test_broken_rows_are_refused_or_counted_with_file_and_line(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,6 +39,8 @@ ROWS_PER_PART = 20_000
 _ROWS_PER_BATCH = 1000
 _LAYOUT = 4
 """Version of the cached files; another one when their content changes for the same settings."""
+_PACKAGES = ("datasets", "transformers", "tokenizers", "jinja2", "trl")
+"""Packages that read, render, tokenise and pack: another version makes what is cached anew."""
 _PACKED_TOKENS = 1 << 20
 """Tokens that are packed at once, in memory."""
 _MOST_NAMED = 5
@@ -576,10 +579,10 @@ def _hash(*values: Any) -> str:
 
 
 def _identity(tokenizer: Any) -> list[Any]:
-    """Returns all that decides how a tokenizer makes ids of text."""
+    """Returns all that decides which ids conversations become, and how rows are packed."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
     return [
         type(tokenizer).__name__, words, tokenizer.special_tokens_map, tokenizer.chat_template,
-        datasets.__version__,
+        *map(version, _PACKAGES),
     ]  # fmt: skip
