@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from castor import cli, launch
 from castor.errors import UsageError
 from castor.recipes import evaluation, train
-from castor.recipes.evaluate import Questions
+from castor.recipes.evaluate import Questions, gen_kwargs_of
 from castor.recipes.recipe import load
 
 # From Python 3.12 on, where lm-eval forks to estimate the error of chrf.
@@ -147,6 +147,44 @@ def test_numbers_are_those_of_lm_eval(evaluated: dict[str, Any], plain: dict[str
         assert evaluated[part] == plain[part], part
     for seed in ("random_seed", "numpy_seed", "torch_seed", "fewshot_seed"):
         assert evaluated["config"][seed] == plain["config"][seed]
+
+
+def test_arguments_of_generation_go_before_the_tasks_own(folder: Path, tasks: Path) -> None:
+    given = '{"do_sample": false, "max_gen_toks": 3, "until": ["e"]}'
+    questions = Questions(
+        tasks=("answers", "pages"), include=tasks, batch_size=BATCH, max_length=LENGTH, limit=3,
+        log_samples=True, gen_kwargs=gen_kwargs_of(given),
+    )  # fmt: skip
+    found = evaluation.evaluate(folder, questions, settings=budget(folder))
+    assert found is not None
+    arguments = json.loads(given)
+    expected = by_lm_eval(
+        folder, tasks, ("answers", "pages"), limit=3, log_samples=True, gen_kwargs=arguments
+    )
+    assert found["samples"] == expected["samples"]
+    asked = found["samples"]["answers"][0]["arguments"][0][1]
+    assert {name: asked[name] for name in arguments} == arguments
+    assert asked["temperature"] == 0.7  # the task's own, which greedy answers do without
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("temprature=0.5", "no argument of generation 'temprature': did you mean 'temperature'"),
+        ("use_cache=false", "no argument of generation 'use_cache'"),
+        ("0.5", r"--gen-kwargs 0\.5: give NAME=VALUE"),
+        ('{"until": [', "is no JSON"),
+    ],
+)
+def test_arguments_of_generation_that_are_none_are_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Questions(tasks=("answers",), gen_kwargs=gen_kwargs_of(text))
+
+
+def test_arguments_of_generation_need_a_task_that_generates(tasks: Path) -> None:
+    questions = Questions(tasks=("pages",), include=tasks, gen_kwargs={"temperature": 0.5})
+    with pytest.raises(UsageError, match="none of the tasks pages generates text; leave it out"):
+        evaluation.load_tasks(questions, {})
 
 
 def test_device_memory_stays_in_half_of_the_parameters(

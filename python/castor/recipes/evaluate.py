@@ -5,15 +5,47 @@ What imports torch is imported within functions: `castor --help` imports this fi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
 
+from castor.config import did_you_mean
 from castor.config.declared import at_least
 from castor.options import Memory, ModelPaths, Read, from_fields
 from castor.recipes import require
+
+_OF_LM_EVAL = ("until", "max_gen_toks")
+"""lm-eval's own arguments of generation."""
+_BY_LM_EVAL = {"use_cache", "pad_token_id", "max_length"}
+"""Arguments of transformers that lm-eval gives itself."""
+
+
+def gen_kwargs_of(text: str) -> dict[str, Any]:
+    """Returns arguments of generation, given as lm-eval takes them: a=1,b=2 or an object of JSON.
+
+    Raises:
+        ValueError: The text is neither.
+    """
+    try:
+        found = json.loads(text) if text.lstrip().startswith("{") else None
+    except ValueError as error:
+        raise ValueError(f"--gen-kwargs {text} is no JSON: {error}") from error
+    if found is None and not all("=" in one for one in text.split(",")):
+        raise ValueError(
+            f"--gen-kwargs {text}: give NAME=VALUE, such as temperature=0.7,do_sample=true, or an "
+            "object of JSON"
+        )
+    if found is None:
+        require("--gen-kwargs", "lm_eval")
+        from lm_eval.utils import simple_parse_args_string
+
+        found = simple_parse_args_string(text)
+    arguments: dict[str, Any] = found
+    return arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +80,8 @@ class Questions:
     """Seed of all generators. Default: lm-eval's."""
     confirm_run_unsafe_code: bool = False
     """Let tasks run code of the model's."""
+    gen_kwargs: Annotated[Mapping[str, Any], Read(gen_kwargs_of)] = field(default_factory=dict)
+    """Arguments of generation in place of the tasks': temperature=0.7,..."""
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -59,6 +93,17 @@ class Questions:
         limit = self.limit
         if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
             raise ValueError(f"limit is {limit:g}; give a number of documents or a share below 1")
+        if self.gen_kwargs:
+            from transformers import GenerationConfig
+
+            known = sorted({*vars(GenerationConfig()), *_OF_LM_EVAL} - _BY_LM_EVAL)
+            for name in self.gen_kwargs:
+                if name not in known or name.startswith("_"):
+                    others = f"; give those of GenerationConfig, {' or '.join(_OF_LM_EVAL)}"
+                    raise ValueError(
+                        f"gen_kwargs: there is no argument of generation {name!r}"
+                        f"{did_you_mean(name, known) or others}"
+                    )
 
 
 @from_fields

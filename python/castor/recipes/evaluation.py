@@ -137,6 +137,7 @@ def evaluate(
                 batch_size=questions.batch_size,
                 device=str(model.device),
                 limit=questions.limit,
+                gen_kwargs=dict(questions.gen_kwargs),
                 log_samples=questions.log_samples,
                 evaluation_tracker=tracker,
                 apply_chat_template=questions.apply_chat_template,
@@ -172,7 +173,8 @@ def load_tasks(questions: Questions, metadata: Mapping[str, Any]) -> list[Any]:
         metadata: What tasks are told of the model: "pretrained", and "tokenizer" if it is another.
 
     Raises:
-        UsageError: A task is unknown, cannot be loaded, is there twice, or runs the model's code.
+        UsageError: A task is unknown, cannot be loaded, is there twice, or runs the model's code;
+            or arguments of generation are given, and no task generates.
     """
     shared = {"metadata": dict(metadata)}
     manager = None
@@ -215,6 +217,13 @@ def load_tasks(questions: Questions, metadata: Mapping[str, Any]) -> list[Any]:
     except ValueError as error:
         raise UsageError(f"{_first_line(error)}; name it once in --tasks") from error
     unsafe = next((name for name, one in loaded.items() if getattr(one, "UNSAFE_CODE", 0)), None)
+    if questions.gen_kwargs and not any(
+        one.get_config("output_type") == "generate_until" for one in loaded.values()
+    ):
+        raise UsageError(
+            f"--gen-kwargs is given, and none of the tasks {', '.join(loaded)} generates text; "
+            "leave it out"
+        )
     if unsafe is not None and not questions.confirm_run_unsafe_code:
         raise UsageError(
             f"the task {unsafe!r} runs code that the model writes, on this machine; "
