@@ -50,8 +50,8 @@ def ended(file: Path, run: Path, *callbacks: Any) -> int:
 
             train.make_trainer = with_callbacks
             run.mkdir(exist_ok=True)
-            finished = train.fit(load(file, [f"output.dir={run}"]))
-            os._exit(0 if finished else 1)
+            stopped = train.fit(load(file, [f"output.dir={run}"]))
+            os._exit(0 if stopped is None else 1)
         except BaseException:
             traceback.print_exc()
             os._exit(2)

@@ -6,4 +6,4 @@ from castor.recipes import train
 from castor.recipes.recipe import load
 
 for name in sys.argv[1:]:
-    assert train.fit(load(name))
+    assert train.fit(load(name)) is None

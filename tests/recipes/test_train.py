@@ -441,7 +441,7 @@ def test_a_run_that_is_killed_within_a_step_and_goes_on_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_same_command_goes_on_where_a_signal_ended_it(
     place: Path, trained: Path, how: signal.Signals
 ) -> None:
@@ -457,12 +457,13 @@ def test_the_same_command_goes_on_where_a_signal_ended_it(
             assert process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.01)
-        if how == signal.SIGKILL:
-            os.killpg(process.pid, how)
-        else:
+        if how == signal.SIGTERM:
             process.send_signal(how)
-        process.communicate(timeout=120)
+        else:  # a terminal sends Ctrl-C to the whole group
+            os.killpg(process.pid, how)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
+    assert "Traceback" not in said
     assert not (run / "trainer_state.json").exists()
     done = castor("train", file)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -478,14 +479,14 @@ class Collator:
         return batch
 
 
-def fit(recipe: Recipe) -> bool:
+def fit(recipe: Recipe) -> signal.Signals | None:
     """Trains a recipe in this process, whose Trainers train with castor.
 
     Args:
         recipe: A resolved recipe.
 
     Returns:
-        Whether the run is finished; False: SIGTERM ended it after a checkpoint.
+        The signal that ended the run after a checkpoint; None: the run is finished.
 
     Raises:
         UsageError: `castor run` has not entered the Trainers of this process.
@@ -502,7 +503,8 @@ def fit(recipe: Recipe) -> bool:
         )
     transformers.set_seed(recipe.train.seed)
     trainer = make_trainer(recipe)
-    stop = _stopper()
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    stop = _stopper(console)
     trainer.add_callback(stop)
     run = Path(recipe.output.dir)
     reporter = Reporter(run / LOG, Console(highlight=False, soft_wrap=True))
@@ -514,11 +516,12 @@ def fit(recipe: Recipe) -> bool:
         trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
     finally:
         reporter.close()
-    if stop.asked and trainer.state.global_step < trainer.state.max_steps:
-        return False
+    if stop.asked is not None and trainer.state.global_step < trainer.state.max_steps:
+        asked: signal.Signals = stop.asked
+        return asked
     trainer.save_model()
     trainer.save_state()
-    return True
+    return None
 
 
 def _token_count(trainer: Any) -> Any:
@@ -684,26 +687,34 @@ def _adapters(recipe: Recipe) -> Any:
     return LoraConfig(task_type=task, **recipe.method.lora.model_dump())
 
 
-def _stopper() -> Any:
-    """Returns a callback that saves a checkpoint and ends the run after SIGTERM.
+def _stopper(console: Console) -> Any:
+    """Returns a callback that saves a checkpoint and ends the run after SIGTERM or Ctrl-C.
 
-    It watches a run of one process alone: ranks would see the signal in different steps.
+    A second Ctrl-C ends the run at once. It watches a run of one process alone: ranks would see
+    the signal in different steps.
     """
     from transformers import TrainerCallback
 
     class Stopper(TrainerCallback):
-        asked = False
+        asked: signal.Signals | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if args.world_size == 1:
-                signal.signal(signal.SIGTERM, self._ask)
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, self._ask)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if self.asked:
+            if self.asked is not None:
                 control.should_save = control.should_training_stop = True
 
-        def _ask(self, *_: Any) -> None:
-            self.asked = True
+        def _ask(self, number: int, _: Any) -> None:
+            self.asked = signal.Signals(number)
+            if self.asked is signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                console.print(
+                    "[bold]castor train:[/bold] ends after this step, with a checkpoint; Ctrl-C "
+                    "again ends it at once"
+                )
 
     return Stopper()
 
@@ -711,16 +722,24 @@ def _stopper() -> Any:
 def main() -> None:
     """Trains the recipe of the command line, in a process that castor train has started."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    # PEFT 0.21 asks transformers 5.24 by the old name.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
     try:
-        finished = fit(load(sys.argv[1]))
+        ended = fit(load(sys.argv[1]))
     except Error as error:
         console.print(f"[red]castor: error:[/red] {escape(str(error))}")
         sys.exit(1)
-    if not finished:
+    except KeyboardInterrupt:
         console.print(
-            "[bold]castor train:[/bold] SIGTERM: a checkpoint was saved; the same command goes on"
+            "[bold]castor train:[/bold] SIGINT: the same command goes on from the last checkpoint"
         )
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + signal.SIGINT)
+    if ended is not None:
+        console.print(
+            f"[bold]castor train:[/bold] {ended.name}: a checkpoint was saved; the same command "
+            "goes on"
+        )
+        sys.exit(128 + ended)
 
 
 if __name__ == "__main__":
