@@ -13,6 +13,7 @@ from torch import nn
 import castor
 import simulated_gpu
 from accelerator import ON_A_REAL_ONE, Accelerator
+from castor.activations import auto
 from castor.activations.auto import compute_seconds
 from castor.config.event_names import BACKWARD_ENTER, FORWARD_ENTER
 from castor.report.chrome_trace import DEVICE, MODULES
@@ -143,18 +144,29 @@ def test_activations_are_planned_with_the_devices_time(
     simulation: GpuSimulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = choosing(last_kept(KEEP_NONE), monkeypatch)
+    planned: list[float] = []
+    monkeypatch.setattr(
+        auto,
+        "compute_seconds",
+        lambda timeline: planned.extend(compute_seconds(timeline)) or planned,
+    )
     model = DEEP.model()
-    blocks = model.model.layers
-    for block in blocks:
-        block.self_attn.register_forward_pre_hook(
-            lambda *_: simulated_gpu.require()._sleep(SLEEP_MS * MILLISECOND)
-        )
+    model.model.layers[1].mlp.register_forward_hook(
+        lambda *_: simulated_gpu.require()._sleep(SLEEP_MS * MILLISECOND)
+    )
     boosted = simulation.boost(model, activations="auto", tile_logits=False)
     batch = on_device_of(boosted, DEEP.batch(0))
     boosted.step(boosted.model(**batch).loss)
     assert len(chosen) == 1
-    assert boosted.report().recompute_seconds >= len(blocks) * SLEEP_MS / 1e3
-    assert chosen[0].seconds >= 2 * len(blocks) * SLEEP_MS / 1e3
+    events = timeline_of(boosted)["events"]
+    of_slow = [
+        seconds
+        for (_, module, *_), seconds in zip(events, planned, strict=True)
+        if engine_of(boosted.model).modules[module].startswith("model.layers.1")
+    ]
+    # The host waits for the device in the next block's attention.
+    assert sum(of_slow) >= SLEEP_MS / 1e3
+    assert chosen[0].seconds >= SLEEP_MS / 1e3
 
 
 def test_the_trace_for_perfetto_has_modules_by_the_devices_clock(
