@@ -63,6 +63,13 @@ struct Names<Reduction> {
 };
 
 template <>
+struct Names<ReducedOn> {
+  static constexpr std::string_view kName = "reduced_on";
+  static constexpr std::pair<ReducedOn, std::string_view> kAll[] = {{ReducedOn::kHost, "host"},
+                                                                    {ReducedOn::kDevice, "device"}};
+};
+
+template <>
 struct Names<Overlap> {
   static constexpr std::string_view kName = "overlap";
   static constexpr std::pair<Overlap, std::string_view> kAll[] = {

@@ -201,8 +201,8 @@ class Simulator {
     const auto host_bytes = options["host_bytes"].cast<std::size_t>();
     RankHostBytes of_ranks;
     if (layout_.world_size() > 1) {
-      of_ranks =
-          rank_host_bytes(layout_, placements, layout_.world_size(), sharing, ReducedOn::kHost);
+      of_ranks = rank_host_bytes(layout_, placements, layout_.world_size(), sharing,
+                                 options["reduced_on"].cast<ReducedOn>());
     }
     const std::size_t shared = of_ranks.weights_share + of_ranks.gradients_share;
     StoragePlan plan = plan_storage(

@@ -43,6 +43,7 @@ OPTIONS: dict[str, object] = {
     "host_bytes": 2**40,
     "nvme_bytes_per_second": 0.0,
     "ranks_sharing": 1,
+    "reduced_on": "host",
     "h2d_bytes_per_second": 1.0,
     "d2h_bytes_per_second": 1.0,
     "dram_bytes_per_second": 1.0,

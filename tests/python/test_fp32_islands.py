@@ -448,7 +448,8 @@ def test_estimates_count_their_bytes(tmp_path: Path) -> None:
     simulator = lay_out(ModelSpec.structure(model), "bf16", "split", "adam")
     places = simulator.places(
         {"policy": "auto", "offload_optim_frac": 0.0, "offload_param_frac": 0.0,
-         "host_bytes": GIB, "nvme_bytes_per_second": 0.0, "ranks_sharing": 1}
+         "host_bytes": GIB, "nvme_bytes_per_second": 0.0, "ranks_sharing": 1,
+         "reduced_on": "host"}
     )  # fmt: skip
     assert places["host_bytes"] == trained.report().host_bytes
 

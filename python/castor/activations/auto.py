@@ -350,6 +350,7 @@ def _options(
         "host_bytes": config.host_bytes,
         "nvme_bytes_per_second": 1e9 if config.nvme_paths else 0.0,
         "ranks_sharing": session.ranks_sharing,
+        "reduced_on": "device" if session.report()["reduced_on"] == "device" else "host",
         "h2d_bytes_per_second": float(link),
         "d2h_bytes_per_second": float(link),
         "dram_bytes_per_second": dram,

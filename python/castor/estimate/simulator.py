@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -62,13 +62,17 @@ def seconds_of(event: TraceEvent, machine: Machine) -> float:
     )
 
 
-def places(machine: Machine, *, ranks_sharing: int = 1) -> dict[str, Any]:
+def places(
+    machine: Machine, *, ranks_sharing: int = 1, reduced_on: Literal["host", "device"] = "host"
+) -> dict[str, Any]:
     """Returns the figures of a machine that decide on the tier of each payload.
 
     Args:
         machine: The machine.
         ranks_sharing: Number of the machine's ranks that share host storage of parameters and
             gradients. A simulator with more than one is laid out for replicas.
+        reduced_on: Place where replicas reduce gradients, which need a smaller window of host
+            memory on the device.
     """
     return {
         "policy": "auto",
@@ -77,6 +81,7 @@ def places(machine: Machine, *, ranks_sharing: int = 1) -> dict[str, Any]:
         "host_bytes": machine.host_bytes,
         "nvme_bytes_per_second": machine.nvme or 0.0,
         "ranks_sharing": ranks_sharing,
+        "reduced_on": reduced_on,
     }
 
 
@@ -89,6 +94,7 @@ def options(
     num_ranks: int = 1,
     device_update_fraction: float = 0.0,
     ranks_sharing: int = 1,
+    reduced_on: Literal["host", "device"] = "host",
     gathering_ranks: int = 1,
 ) -> dict[str, Any]:
     """Returns the options of Simulator.run for a step.
@@ -101,12 +107,13 @@ def options(
         num_ranks: Number of replicas, which shard the optimizer state.
         device_update_fraction: GeminiPlugin's device_update_fraction, as a number.
         ranks_sharing: See places().
+        reduced_on: See places().
         gathering_ranks: Number of replicas that reduce gradients of streamed chunks on their
             devices; 1: gradients go to the host in full.
     """
     on_host = machine.on_host
     copies = "synchronous" if on_host else "overlapped"
-    return places(machine, ranks_sharing=ranks_sharing) | {
+    return places(machine, ranks_sharing=ranks_sharing, reduced_on=reduced_on) | {
         "margin_ratio": margin_ratio,
         "max_prefetch": max_prefetch,
         "device_bytes": machine.device_bytes,

@@ -153,6 +153,11 @@ class Cluster:
         on_gpus = self.transport == "nccl" and self.reduce_on != "host"
         return on_gpus or self.reduction != "ordered"
 
+    @property
+    def reduced_on(self) -> Literal["host", "device"]:
+        """Place where replicas reduce gradients, as report().reduced_on names it."""
+        return "device" if self.reduces_on_gpus else "host"
+
     def with_each_reduction(self) -> list[Cluster]:
         """Returns the cluster with each reduction that a search compares."""
         return [dataclasses.replace(self, reduction=one) for one in REDUCTIONS[self.reduction]]

@@ -176,7 +176,9 @@ class End(_Needs):
         self._alone = 0.0
         figures = self._time(recorded, host_bytes=NO_NVME)
         self.device_bytes = figures["smallest_budget_bytes"]
-        places = simulator.places(cluster.machine, ranks_sharing=self._sharing)
+        places = simulator.places(
+            cluster.machine, ranks_sharing=self._sharing, reduced_on=cluster.reduced_on
+        )
         in_memory = places | {"host_bytes": NO_NVME}
         self.host_bytes: int = replica.simulator.places(in_memory)["host_bytes"]
         self.nvme_bytes = self.nvme_weight_bytes = 0
@@ -294,6 +296,7 @@ class End(_Needs):
             cluster.machine,
             overlap=overlap,
             num_ranks=layout.dims.same_shard,
+            reduced_on=cluster.reduced_on,
             gathering_ranks=gathering_ranks(layout, cluster),
         )
         options |= {
@@ -429,7 +432,7 @@ def cost_of(
         nvme_weight_bytes=max(end.nvme_weight_bytes for end in ends),
         seconds=max(seconds_alone, needed),
         reduction=cast(Reduction, cluster.reduction),
-        reduced_on="device" if cluster.reduces_on_gpus else "host",
+        reduced_on=cluster.reduced_on,
         dram_bytes=round(dram_bytes * cluster.ranks_per_node),
         dram_seconds=cluster.dram_seconds(dram_bytes),
         busy=busy,
