@@ -10,13 +10,11 @@
 #include "c10d/group_backend.h"
 #include "core/chunk_layout.h"
 #include "core/units.h"
+#include "ranks/rank_reduction.h"
 #include "torch/chunk_storages.h"
 
 namespace castor {
 namespace {
-
-/// Gradients of so many bytes go to the device at once.
-constexpr std::size_t kPieceBytes = std::size_t{8} << 20;
 
 at::Tensor bytes_at(std::byte* data, std::size_t bytes, c10::Device device) {
   const std::int64_t size = static_cast<std::int64_t>(bytes);
@@ -41,8 +39,7 @@ void DeviceSums::join(std::shared_ptr<Collectives> host, std::shared_ptr<DeviceB
 }
 
 std::size_t DeviceSums::window_bytes(std::size_t largest) const {
-  const std::size_t piece =
-      align_up(std::clamp<std::size_t>(largest, 1, kPieceBytes), ranks() * kParamAlignment);
+  const std::size_t piece = RankReduction::piece_bytes(largest, ranks());
   return piece + (reduction_ == Reduction::kOrdered ? piece : piece / ranks());
 }
 

@@ -175,7 +175,11 @@ void Runtime::record(EventKind kind, std::uint32_t id) {
   timeline_.event(manager_.slot_bytes(), manager_.host().ledger().used(),
                   device.take_window_peak());
   const StreamId stream = manager_.device().stream();
-  Event{.kind = kind}.is_access() ? step_clock_.await_chunks(stream) : step_clock_.event(stream);
+  if (Event{.kind = kind}.is_access()) {
+    step_clock_.await_chunks(stream);
+  } else {
+    step_clock_.event(stream);
+  }
 }
 
 void Runtime::advance(EventKind kind, ModuleId module) {

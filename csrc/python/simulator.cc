@@ -117,7 +117,7 @@ class Simulator {
 
   /// The most bytes of device memory in which gradients gather until ranks have reduced them.
   [[nodiscard]] std::size_t gradient_buffer_bytes() const {
-    return buffer_bytes(std::vector(layout_.chunks().size(), Placement::kStream));
+    return DeviceGradients::most_buffers(layout_).total_bytes();
   }
 
   [[nodiscard]] py::dict run(const std::vector<PythonEvent>& events,
@@ -277,15 +277,14 @@ class Simulator {
   /// Bytes of device memory in which gradients gather until the ranks have reduced them.
   [[nodiscard]] std::size_t buffer_bytes(const py::dict& options,
                                          const std::vector<Placement>& placements) const {
-    return options["gathering_ranks"].cast<std::uint64_t>() <= 1 ? 0 : buffer_bytes(placements);
-  }
-  [[nodiscard]] std::size_t buffer_bytes(const std::vector<Placement>& placements) const {
+    if (options["gathering_ranks"].cast<std::uint64_t>() <= 1) {
+      return 0;
+    }
     std::vector<bool> gathers(placements.size());
     for (std::size_t i = 0; i < gathers.size(); ++i) {
       gathers[i] = layout_.chunks()[i].trainable && placements[i] != Placement::kDevice;
     }
-    const DeviceGradients::Buffers buffers = DeviceGradients::buffers(layout_, gathers);
-    return buffers.count * buffers.bytes;
+    return DeviceGradients::buffers(layout_, gathers).total_bytes();
   }
 
   [[nodiscard]] OptimizerCost optimizer_cost(const py::dict& options) const {

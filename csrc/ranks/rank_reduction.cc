@@ -11,26 +11,18 @@
 #include "ranks/gradient_relay.h"
 
 namespace castor {
-namespace {
 
-/// Of a gradient, at most so much is on its way at once.
-constexpr std::size_t kWindowBytes = std::size_t{8} << 20;
-
-}  // namespace
-
-// Parts of it are whole elements, and begin where a cache line does. What goes from machine to
-// machine needs room beside it, and smaller pieces, of which several are on their way.
+// Gradients that go from machine to machine need room beside the piece, and smaller pieces, of
+// which several are on their way.
 std::size_t RankReduction::window_bytes(std::size_t largest, std::size_t ranks, std::size_t sharing,
                                         ReducedOn where) {
   if (where == ReducedOn::kDevice) {
-    return align_up(std::clamp<std::size_t>(largest, 1, kWindowBytes), ranks * kParamAlignment) /
-           ranks;
+    return piece_bytes(largest, ranks) / ranks;
   }
-  const bool relayed = sharing > 1 && sharing < ranks;
-  const std::size_t most = relayed ? kWindowBytes / 2 : kWindowBytes;
-  const std::size_t piece =
-      align_up(std::clamp<std::size_t>(largest, 1, most), ranks * kParamAlignment);
-  return relayed ? GradientRelay::window_bytes(piece, sharing) : piece;
+  if (sharing > 1 && sharing < ranks) {
+    return GradientRelay::window_bytes(piece_bytes(largest, ranks, kMostPieceBytes / 2), sharing);
+  }
+  return piece_bytes(largest, ranks);
 }
 
 void RankReduction::reduce(Payload& gradients, ScalarType type,

@@ -1,16 +1,19 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <span>
 #include <utility>
 
+#include "core/chunk_layout.h"
 #include "core/collectives.h"
 #include "core/device_reduction.h"
 #include "core/executor.h"
 #include "core/memory_tier.h"
 #include "core/payload.h"
 #include "core/scalar_type.h"
+#include "core/units.h"
 #include "host/shared_host_storage.h"
 #include "ranks/device_staging.h"
 #include "ranks/rank_figures.h"
@@ -48,6 +51,14 @@ class RankReduction {
         staging_(std::move(staging)),
         sums_(sums) {}
 
+  /// At most so many bytes of a gradient are on their way at once.
+  static constexpr std::size_t kMostPieceBytes = std::size_t{8} << 20;
+  /// Returns the bytes in which gradients of at most `largest` bytes are exchanged, a piece after
+  /// the other: each rank's shard of a piece is whole elements, and begins where a cache line does.
+  [[nodiscard]] static std::size_t piece_bytes(std::size_t largest, std::size_t ranks,
+                                               std::size_t most = kMostPieceBytes) {
+    return align_up(std::clamp<std::size_t>(largest, 1, most), ranks * kParamAlignment);
+  }
   /// Returns the bytes of the window for gradients of at most `largest` bytes at once, of so many
   /// ranks, of which `sharing` on each machine share host storage; 1: none do. Sums on devices
   /// need room for a shard alone.

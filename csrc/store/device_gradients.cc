@@ -26,6 +26,14 @@ DeviceGradients::Buffers DeviceGradients::buffers(const ChunkLayout& layout,
   return buffers;
 }
 
+DeviceGradients::Buffers DeviceGradients::most_buffers(const ChunkLayout& layout) {
+  std::vector<bool> gathers;
+  for (const ChunkSpec& chunk : layout.chunks()) {
+    gathers.push_back(chunk.trainable);
+  }
+  return buffers(layout, gathers);
+}
+
 DeviceGradients::DeviceGradients(const ChunkLayout& layout, const std::vector<bool>& gathers,
                                  MemoryTier& device, std::shared_ptr<CopyEngine> copies)
     : layout_(layout), device_(device), copies_(std::move(copies)) {

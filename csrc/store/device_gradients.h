@@ -33,11 +33,15 @@ class DeviceGradients {
   struct Buffers {
     std::size_t count = 0;
     std::size_t bytes = 0;
+
+    [[nodiscard]] std::size_t total_bytes() const { return count * bytes; }
   };
   /// Returns the buffers for the chunks that `gathers` marks: at most three. One fills while the
   /// last one is being reduced; the third is for a chunk whose gradients do not come one after the
   /// other.
   [[nodiscard]] static Buffers buffers(const ChunkLayout& layout, const std::vector<bool>& gathers);
+  /// Returns the buffers where every trainable chunk gathers: none is on the device for good.
+  [[nodiscard]] static Buffers most_buffers(const ChunkLayout& layout);
 
   /// Takes buffers() from `device`. `copies` moves gradients to the host: none of its copies waits
   /// for an update. Throws OutOfMemory. `layout` and `device` outlive this.

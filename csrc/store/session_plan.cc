@@ -18,13 +18,8 @@ namespace {
 /// Returns the device bytes that a rank needs to reduce gradients there. No chunk counts as one
 /// that is on the device for good.
 std::size_t reduction_bytes(const RankGroups& ranks, const ChunkLayout& layout) {
-  std::vector<bool> gathers;
-  for (const ChunkSpec& chunk : layout.chunks()) {
-    gathers.push_back(chunk.trainable);
-  }
-  const DeviceGradients::Buffers buffers = DeviceGradients::buffers(layout, gathers);
-  return ranks.communicator_bytes + ranks.sums->window_bytes(buffers.bytes) +
-         buffers.count * buffers.bytes;
+  const DeviceGradients::Buffers buffers = DeviceGradients::most_buffers(layout);
+  return ranks.communicator_bytes + ranks.sums->window_bytes(buffers.bytes) + buffers.total_bytes();
 }
 
 void choose_where_to_reduce(RankGroups& ranks, const ChunkLayout& layout, SharedBudgets& budgets) {

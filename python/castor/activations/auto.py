@@ -26,6 +26,7 @@ from castor.activations.block_profile import (
 from castor.activations.choices import BlockRanks, Choice, Decisions, best_for_all, search
 from castor.activations.offload import offloading
 from castor.config import SCALAR_TYPES, GeminiConfig
+from castor.config.names import ReducedOn
 from castor.config.settings import first_update_fraction
 from castor.runtime.engine import Engine
 from castor.runtime.spec import ModelSpec
@@ -340,6 +341,7 @@ def _options(
         )
     copies = "overlapped" if on_gpu or config.link_bytes_per_second else "synchronous"
     margin = config.gpu_margin_mem_ratio
+    reduced_on: ReducedOn = "device" if session.report()["reduced_on"] == "device" else "host"
     return {
         "policy": config.placement_policy,
         "offload_optim_frac": config.offload_optim_frac,
@@ -350,7 +352,7 @@ def _options(
         "host_bytes": config.host_bytes,
         "nvme_bytes_per_second": 1e9 if config.nvme_paths else 0.0,
         "ranks_sharing": session.ranks_sharing,
-        "reduced_on": "device" if session.report()["reduced_on"] == "device" else "host",
+        "reduced_on": reduced_on,
         "h2d_bytes_per_second": float(link),
         "d2h_bytes_per_second": float(link),
         "dram_bytes_per_second": dram,
@@ -362,7 +364,7 @@ def _options(
         "update_cores": "own" if on_gpu else "shared",
         "overlap": "none" if config.overlap == "none" else "forward",
         "num_ranks": num_ranks,
-        "gathering_ranks": num_ranks if session.report()["reduced_on"] == "device" else 1,
+        "gathering_ranks": num_ranks if reduced_on == "device" else 1,
         "with_norm": config.max_norm > 0 or config.nonfinite != "ignore",
     }
 

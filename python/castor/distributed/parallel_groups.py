@@ -291,9 +291,9 @@ class ParallelGroups:
         backend = DeviceBackend.find(device, self.gather) if connected or summing else None
         if summing and required:
             check_device_reduction(backend, device, reduction)
-        why = "as asked for" if not summing else "" if backend else why_through_host(device)
+        why = "" if summing else "as asked for"
         if backend is None:
-            return replace(self, reduces_on_host=why)
+            return replace(self, reduces_on_host=why or why_through_host(device))
         free = backend.free_bytes()
         for name, ranks in connected.items():
             ranks.use_device_link(

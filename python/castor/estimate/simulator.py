@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from castor import _C
 from castor.config import Precision, StateFormat
-from castor.config.names import SCALAR_TYPES
+from castor.config.names import SCALAR_TYPES, ReducedOn
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import TraceEvent
 from castor.estimate.workload import Overlap
@@ -63,7 +63,7 @@ def seconds_of(event: TraceEvent, machine: Machine) -> float:
 
 
 def places(
-    machine: Machine, *, ranks_sharing: int = 1, reduced_on: Literal["host", "device"] = "host"
+    machine: Machine, *, ranks_sharing: int = 1, reduced_on: ReducedOn = "host"
 ) -> dict[str, Any]:
     """Returns the figures of a machine that decide on the tier of each payload.
 
@@ -93,8 +93,7 @@ def options(
     margin_ratio: float = 1.0,
     num_ranks: int = 1,
     device_update_fraction: float = 0.0,
-    ranks_sharing: int = 1,
-    reduced_on: Literal["host", "device"] = "host",
+    reduced_on: ReducedOn = "host",
     gathering_ranks: int = 1,
 ) -> dict[str, Any]:
     """Returns the options of Simulator.run for a step.
@@ -106,14 +105,13 @@ def options(
         margin_ratio: GeminiPlugin's gpu_margin_mem_ratio.
         num_ranks: Number of replicas, which shard the optimizer state.
         device_update_fraction: GeminiPlugin's device_update_fraction, as a number.
-        ranks_sharing: See places().
         reduced_on: See places().
         gathering_ranks: Number of replicas that reduce gradients of streamed chunks on their
             devices; 1: gradients go to the host in full.
     """
     on_host = machine.on_host
     copies = "synchronous" if on_host else "overlapped"
-    return places(machine, ranks_sharing=ranks_sharing, reduced_on=reduced_on) | {
+    return places(machine, reduced_on=reduced_on) | {
         "margin_ratio": margin_ratio,
         "max_prefetch": max_prefetch,
         "device_bytes": machine.device_bytes,

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 from castor.config import Precision, parse_bandwidth, parse_paths
 from castor.config.files import read_settings_file
-from castor.config.names import ReduceOn, Reduction
+from castor.config.names import ReducedOn, ReduceOn, Reduction
 from castor.errors import UsageError
 from castor.estimate.machine import CPU_DEVICE, Machine, machine
 
@@ -154,7 +154,7 @@ class Cluster:
         return on_gpus or self.reduction != "ordered"
 
     @property
-    def reduced_on(self) -> Literal["host", "device"]:
+    def reduced_on(self) -> ReducedOn:
         """Place where replicas reduce gradients, as report().reduced_on names it."""
         return "device" if self.reduces_on_gpus else "host"
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from castor import _C
 from castor.activations.block_profile import Events
-from castor.config.names import Reduction
+from castor.config.names import ReducedOn, Reduction
 from castor.estimate import simulator
 from castor.estimate.machine import Machine
 from castor.estimate.metatrace import TraceEvent
@@ -74,7 +74,7 @@ class LayoutCost(_Needs):
     """Seconds of the step."""
     reduction: Reduction
     """GeminiPlugin's reduction with which the step is predicted."""
-    reduced_on: Literal["device", "host"]
+    reduced_on: ReducedOn
     """Place where replicas reduce gradients."""
     dram_bytes: int
     """Bytes that the ranks of a node move through its memory in a step: chunks on their way to
