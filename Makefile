@@ -235,7 +235,8 @@ define cxx
 	  || { cat $(BUILD)/$(1).log; exit 1; }
 	@cmake --build $(BUILD)/$(1) $(if $(4),--target $(4:%=tests/cpp/%/all))
 	@for folder in $(or $(4:%=$(BUILD)/$(1)/tests/cpp/%),$(BUILD)/$(1)); do \
-	  $(3) ctest --test-dir $$folder --output-on-failure --no-tests=error -j $(JOBS) $(CTEST_ARGS); done
+	  $(3) ctest --test-dir $$folder --output-on-failure --no-tests=error -j $(JOBS) $(CTEST_ARGS); \
+	  grep -h '^\[  SKIPPED \] [^ ]*$$' $$folder/Testing/Temporary/LastTest.log || true; done
 endef
 
 jemalloc_definition = -DCASTOR_JEMALLOC_ROOT=$$(sed 's/.*=//' $(STAMPS)/jemalloc)

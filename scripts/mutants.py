@@ -155,7 +155,10 @@ class Tree:
             failed, begun = r"^\[  FAILED  \] ([^\s,]+)", r"^\[ RUN      \] (\S+)"
         elif test == "ctest":
             command = ["ctest", "--test-dir", str(BUILD), "--stop-on-failure", "-j", self._jobs]
-            failed, begun = r"^\s*\d+ - (\S+).* \(\w+\)", r"^\s*Start +\d+: (.+)"
+            command += ["--output-on-failure"]
+            # Of a program that dies there is only ctest's own line.
+            failed = r"^(?:\[  FAILED  \]|\s*\d+ -) ([^\s,]+)"
+            begun = r"^\s*Start +\d+: (.+)"
         else:
             # Its own test finds every fault: the table's line is gone.
             without = "--ignore=tests/python/test_mutants.py"

@@ -56,7 +56,7 @@ printf '%-12s %-6s %5d s\n' total "" "$SECONDS"
 if [[ ${#failed[@]} -gt 0 ]]; then
   for phase in "${failed[@]}"; do
     printf '\n== %s\n' "$phase"
-    { grep -E '^(FAILED|ERROR) |\(Failed\)$' "$logs/$phase.log" || tail -n 12 "$logs/$phase.log"; } | cut -c 1-400
+    { grep -E '^(FAILED|ERROR) |^\[  FAILED  \] [^ ]+$|(==ERROR|WARNING): [A-Za-z]+Sanitizer|: runtime error: |\(Failed\)$' "$logs/$phase.log" || tail -n 12 "$logs/$phase.log"; } | cut -c 1-400
   done
   echo "failed: ${failed[*]}"
   exit 1

@@ -56,8 +56,10 @@ inline void write_file(const std::string& path, const std::string& contents) {
 }
 
 inline std::string read_file(const std::string& path) {
-  std::ifstream stream(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(stream), {}};
+  std::string contents(std::filesystem::file_size(path), '\0');
+  std::ifstream(path, std::ios::binary)
+      .read(contents.data(), static_cast<std::streamsize>(contents.size()));
+  return contents;
 }
 
 inline DirectFile make_file(const std::string& path, std::uint64_t bytes) {
