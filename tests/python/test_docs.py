@@ -28,7 +28,16 @@ def with_python(page: Path) -> list[Block]:
 # Dynamo reads what torch warns of, and inductor imports what it deprecates.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("page", [page for page in PAGES if with_python(page)], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        # Inductor compiles for half a minute.
+        pytest.param(page, marks=[pytest.mark.slow] if page.name == "torch-compile.md" else [])
+        for page in PAGES
+        if with_python(page)
+    ],
+    ids=name_of,
+)
 def test_python_of_the_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -710,6 +710,7 @@ def test_host_memory_is_a_wall_for_8_gpus(config: Path) -> None:
     assert slow.bound == "dram"
 
 
+@pytest.mark.slow
 def test_the_reduction_that_is_faster_is_planned(config: Path) -> None:
     """Host memory that 8 GPUs share decides against their link."""
     found = search(config)
@@ -824,6 +825,7 @@ def test_a_zero_bubble_waits_less_and_keeps_more(config: Path) -> None:
     assert folded.device_bytes > interleaved.device_bytes
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_comparing_all_does(
     compared: tuple[LayoutSearch, list[LayoutCost]],
 ) -> None:
@@ -879,6 +881,7 @@ def test_where_no_host_has_room_those_that_lack_least_are_found_soon(
     assert len(simulated) < len(every) / 2
 
 
+@pytest.mark.slow
 def test_bounds_have_copies_of_chunks_and_leave_out_no_layout_that_is_faster(
     tmp_path: Path,
 ) -> None:
