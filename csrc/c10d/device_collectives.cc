@@ -46,9 +46,10 @@ void DeviceWork::wait() {
   values_.reset();
 }
 
-DeviceCollectives::DeviceCollectives(const std::string& group, c10::Device device,
-                                     const Collectives& host, Reduction reduction)
-    : backend_(backend_for(group, device.type())),
+DeviceCollectives::DeviceCollectives(std::shared_ptr<DeviceConnection> connection,
+                                     c10::Device device, const Collectives& host,
+                                     Reduction reduction)
+    : connection_(std::move(connection)),
       device_(device),
       host_(host),
       reduction_(reduction),
@@ -78,7 +79,7 @@ void DeviceCollectives::all_reduce(const at::Tensor& values, Result result) {
     std::vector<at::Tensor> tensors = {flat};
     c10d::AllreduceOptions options;
     options.reduceOp = operation_of(result);
-    begin([&] { return backend_->allreduce(tensors, options); })->wait();
+    begin([&] { return connection_->backend().allreduce(tensors, options); })->wait();
     return;
   }
   if (result == Result::kMean) {
@@ -136,7 +137,9 @@ void DeviceCollectives::reduce_scatter(const at::Tensor& values, const at::Tenso
   }
   c10d::ReduceScatterOptions options;
   options.reduceOp = operation_of(result);
-  begin([&] { return backend_->_reduce_scatter_base(output, input, options); })->wait();
+  begin([&] {
+    return connection_->backend()._reduce_scatter_base(output, input, options);
+  })->wait();
 }
 
 void DeviceCollectives::all_gather(const at::Tensor& own, const at::Tensor& into) {
@@ -158,20 +161,21 @@ DeviceWork DeviceCollectives::begin_ring_shift(const at::Tensor& sent, const at:
   std::vector<std::int64_t> from(ranks, 0);
   to[(host_.rank() + 1) % ranks] = input.numel();
   from[(host_.rank() + ranks - 1) % ranks] = output.numel();
-  return DeviceWork(begin([&] { return backend_->alltoall_base(output, input, from, to); }));
+  return DeviceWork(
+      begin([&] { return connection_->backend().alltoall_base(output, input, from, to); }));
 }
 
 void DeviceCollectives::gather(at::Tensor own, at::Tensor into) {
   at::Tensor input = bytes_of(own);
   at::Tensor output = bytes_of(into);
-  begin([&] { return backend_->_allgather_base(output, input); })->wait();
+  begin([&] { return connection_->backend()._allgather_base(output, input); })->wait();
 }
 
 void DeviceCollectives::exchange(at::Tensor sent, at::Tensor into) {
   at::Tensor input = bytes_of(sent);
   at::Tensor output = bytes_of(into);
   std::vector<std::int64_t> equal;
-  begin([&] { return backend_->alltoall_base(output, input, equal, equal); })->wait();
+  begin([&] { return connection_->backend().alltoall_base(output, input, equal, equal); })->wait();
 }
 
 void DeviceCollectives::check() const {
@@ -207,7 +211,7 @@ void DeviceCollectives::look() noexcept {
       if (last_ && last_->isCompleted()) {
         last_.reset();
       }
-      if (lost.why.empty() || !aborted_.empty() || !(expecting_ || last_)) {
+      if (lost.why.empty() || !aborted().empty() || !(expecting_ || last_)) {
         looks_ = 0;
         return;
       }
@@ -219,25 +223,6 @@ void DeviceCollectives::look() noexcept {
   } catch (const std::exception& error) {
     abort(without_places(error));
   }
-}
-
-void DeviceCollectives::abort(const std::string& why) noexcept {
-  {
-    const MutexLock lock(mutex_);
-    if (!aborted_.empty()) {
-      return;
-    }
-    aborted_ = why;
-  }
-  try {
-    backend_->abort();
-  } catch (...) {  // NOLINT(bugprone-empty-catch): it has ended
-  }
-}
-
-std::string DeviceCollectives::aborted() const {
-  const MutexLock lock(mutex_);
-  return aborted_;
 }
 
 }  // namespace castor

@@ -9,10 +9,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "c10d/device_group.h"
 #include "core/collectives.h"
 #include "core/device_reduction.h"
 #include "core/mutex.h"
@@ -50,14 +52,13 @@ class DeviceWork {
 /// One thread at a time makes collectives; look() and abort() may be called from any thread.
 class DeviceCollectives {
  public:
-  /// Takes a process group by its name in torch.distributed, and collectives of the same ranks
-  /// through the host, which outlive this. Throws UsageError where there is no such group, or where
-  /// it has no backend for the device.
-  DeviceCollectives(const std::string& group, c10::Device device, const Collectives& host,
-                    Reduction reduction);
+  /// Takes the connection of a process group for the device, and collectives of the same ranks
+  /// through the host, which outlive this.
+  DeviceCollectives(std::shared_ptr<DeviceConnection> connection, c10::Device device,
+                    const Collectives& host, Reduction reduction);
 
   /// Returns the backend's name: "nccl".
-  [[nodiscard]] std::string backend() const { return backend_->getBackendName(); }
+  [[nodiscard]] std::string backend() const { return connection_->backend().getBackendName(); }
   /// Whether the tensor is on a device of these ranks.
   [[nodiscard]] bool takes(const at::Tensor& tensor) const noexcept {
     return tensor.device().type() == device_.type();
@@ -89,10 +90,9 @@ class DeviceCollectives {
   /// function. The unit is calls, about one a second, because no call passes while this process is
   /// stopped.
   void look() noexcept;
-  /// Ends all work that is under way, now and for good; `why` is for the errors of later calls.
-  void abort(const std::string& why) noexcept;
-  /// Returns why the backend has been aborted; empty: it has not.
-  [[nodiscard]] std::string aborted() const;
+  /// See DeviceConnection.
+  void abort(const std::string& why) noexcept { connection_->abort(why); }
+  [[nodiscard]] std::string aborted() const { return connection_->aborted(); }
   /// Throws Error if the backend has been aborted: what was received since is undefined.
   void check() const;
 
@@ -106,7 +106,7 @@ class DeviceCollectives {
   void gather(at::Tensor own, at::Tensor into);
   void exchange(at::Tensor sent, at::Tensor into);
 
-  const c10::intrusive_ptr<c10d::Backend> backend_;
+  const std::shared_ptr<DeviceConnection> connection_;
   const c10::Device device_;
   const Collectives& host_;
   const Reduction reduction_;
@@ -115,7 +115,6 @@ class DeviceCollectives {
   c10::intrusive_ptr<c10d::Work> last_ CASTOR_GUARDED_BY(mutex_);  // it keeps its tensors alive
   bool expecting_ CASTOR_GUARDED_BY(mutex_) = false;
   int looks_ CASTOR_GUARDED_BY(mutex_) = 0;
-  std::string aborted_ CASTOR_GUARDED_BY(mutex_);
 };
 
 }  // namespace castor

@@ -26,8 +26,9 @@ at::Tensor bytes_at(std::byte* data, std::size_t bytes, c10::Device device) {
 
 }  // namespace
 
-DeviceSums::DeviceSums(std::string group, c10::Device device, Reduction reduction)
-    : group_(std::move(group)),
+DeviceSums::DeviceSums(std::shared_ptr<DeviceConnection> connection, c10::Device device,
+                       Reduction reduction)
+    : connection_(std::move(connection)),
       device_(device),
       reduction_(reduction),
       stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
@@ -35,7 +36,7 @@ DeviceSums::DeviceSums(std::string group, c10::Device device, Reduction reductio
 void DeviceSums::join(std::shared_ptr<Collectives> host, std::shared_ptr<DeviceBackend> backend) {
   host_ = std::move(host);
   backend_ = std::move(backend);
-  ranks_.emplace(group_, device_, *host_, reduction_);
+  ranks_.emplace(connection_, device_, *host_, reduction_);
 }
 
 std::size_t DeviceSums::window_bytes(std::size_t largest) const {

@@ -8,9 +8,9 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <string>
 
 #include "c10d/device_collectives.h"
+#include "c10d/device_group.h"
 #include "core/collectives.h"
 #include "core/device_reduction.h"
 #include "store/device_backend.h"
@@ -30,8 +30,8 @@ namespace castor {
 /// time reduces; look() and leave() may be called from any thread.
 class DeviceSums final : public DeviceReduction {
  public:
-  /// Takes the process group by its name. Throws UsageError as DeviceCollectives.
-  DeviceSums(std::string group, c10::Device device, Reduction reduction);
+  /// Takes the connection of a process group for the device.
+  DeviceSums(std::shared_ptr<DeviceConnection> connection, c10::Device device, Reduction reduction);
 
   /// Takes the same ranks' collectives of the host, which know of lost ranks, and the device's
   /// backend, whose kernels add up. Called once, before all else.
@@ -66,7 +66,7 @@ class DeviceSums final : public DeviceReduction {
   void all_reduce_in_order(std::span<std::byte> values, ScalarType type);
   [[nodiscard]] at::Tensor on_device(std::span<std::byte> bytes) const;
 
-  const std::string group_;
+  const std::shared_ptr<DeviceConnection> connection_;
   const c10::Device device_;
   const Reduction reduction_;
   const c10::Stream stream_;

@@ -79,8 +79,9 @@ class RankTensors {
 
   [[nodiscard]] const std::string& link() const noexcept { return linked_.link; }
   [[nodiscard]] Collectives& ranks() const noexcept { return *linked_.groups[0]; }
-  void use_device_group(const std::string& group, const std::string& device, Reduction reduction) {
-    device_ = std::make_unique<DeviceCollectives>(group, c10::Device(device), ranks(), reduction);
+  void use_device_group(const DeviceGroup& group, const std::string& device, Reduction reduction) {
+    device_ = std::make_unique<DeviceCollectives>(group.connection(), c10::Device(device), ranks(),
+                                                  reduction);
   }
   [[nodiscard]] std::string device_backend() const { return device_ ? device_->backend() : ""; }
   [[nodiscard]] bool sends_from_device(const at::Tensor& tensor) const noexcept {
@@ -277,9 +278,20 @@ void bind_rank_group(py::module_& module) {
       .def("lost", &RankTensors::lost, Released())
       .def("abort_device", &RankTensors::abort_device, py::arg("why"), Released())
       .def("leave", &RankTensors::leave, Released());
+  py::class_<DeviceConnection, std::shared_ptr<DeviceConnection>>(module, "DeviceConnection");
+  py::class_<DeviceGroup>(module, "DeviceGroup")
+      .def(py::init([](const std::string& name, const std::string& device) {
+             return std::make_unique<DeviceGroup>(name, c10::Device(device));
+           }),
+           py::arg("name"), py::arg("device"))
+      .def("connection", &DeviceGroup::connection)
+      .def("used", &DeviceGroup::used)
+      .def("aborted", &DeviceGroup::aborted, Released())
+      .def("abort", &DeviceGroup::abort, py::arg("why"), Released());
   py::class_<DeviceSums, std::shared_ptr<DeviceSums>>(module, "DeviceSums")
-      .def(py::init([](const std::string& group, const std::string& device, Reduction reduction) {
-             return std::make_shared<DeviceSums>(group, c10::Device(device), reduction);
+      .def(py::init([](const DeviceGroup& group, const std::string& device, Reduction reduction) {
+             return std::make_shared<DeviceSums>(group.connection(), c10::Device(device),
+                                                 reduction);
            }),
            py::arg("group"), py::arg("device"), py::kw_only(), py::arg("reduction"))
       .def("look", &DeviceSums::look, Released());

@@ -4,10 +4,12 @@ CASTOR_TEST_DEVICE says on which: "simgpu:1", "cuda", or the CPU device without 
 """
 
 import functools
+import gc
 import itertools
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,8 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 import castor
 import grids
@@ -29,6 +33,7 @@ from fused_optimizers import MAKERS
 from helpers import GIB, tight_memory
 from rank_cases import RankCase, _frozen, _of_rank, _refused, _tower_loss, _zoo, boost
 from simulated import compute_as_asked
+from simulated_gpu import BACKEND
 from tensor_cases import write_own
 from zoo import CASES, tower, tower_batch
 
@@ -260,6 +265,50 @@ def chosen(_: Path) -> None:
 
 STREAMED = SMALL | {"placement_policy": "cpu"}
 """All chunks are streamed."""
+
+
+def boosts_again(_: Path) -> None:
+    """Boosts one model after the other; rank 1 keeps the second until the third is there.
+
+    Prints the groups between GPUs and their memory with each model, and those that this rank has
+    ended alone, for whose end NCCL would wait for ever.
+    """
+    with _of_rank() as rank, pytest.MonkeyPatch.context() as patch:
+        alone = []
+        end = distributed.destroy_process_group
+
+        def end_together(group: Any = None) -> None:
+            if group is not None and distributed.get_backend(group) == BACKEND:
+                name = group.group_name
+                store = distributed.PrefixStore("ends", _get_default_store())
+                store.add(name, 1)
+                deadline = time.monotonic() + 30
+                while store.add(name, 0) < group.size() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                if store.add(name, 0) < group.size():
+                    alone.append(name)
+            end(group)
+
+        patch.setattr(distributed, "destroy_process_group", end_together)
+        gpu = torch.simgpu  # type: ignore[attr-defined]
+        free = gpu.mem_get_info()[0]
+        kept = []
+        for number in range(5):
+            boosted = boost(RankCase(tower, _tower_loss, STREAMED))
+            boosted.step(_tower_loss(boosted.model, rank, rank))
+            taken = (free - gpu.mem_get_info()[0]) >> 20
+            groups = sum(distributed.get_backend(one) == BACKEND for one in _world.pg_map)
+            print(boosted.report().communicator_bytes >> 20, taken, groups)
+            distributed.barrier()  # the others may still read this rank's shards
+            if number == 1 and rank == 1:
+                kept.append(boosted)
+            if number == 2:
+                kept.clear()
+            del boosted
+            gc.collect()
+        print(alone)
+
+
 STORED = {
     "shared host storage": STREAMED,
     "host storage of each rank": STREAMED,

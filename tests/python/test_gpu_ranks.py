@@ -355,6 +355,16 @@ def test_auto_reduces_on_gpus_where_that_takes_an_eighth_of_their_memory(
         )
 
 
+def test_communicators_of_a_model_that_is_gone_end_on_all_ranks_together(
+    simgpu: str, tmp_path: Path
+) -> None:
+    """With a later boost, and not before every rank has collected the model."""
+    del simgpu
+    alone, with_another = "16 16 2", "16 32 4"
+    for output in succeeded(run(gpu_rank_cases.boosts_again, 2, tmp_path)):
+        assert output.splitlines() == [alone, alone, with_another, alone, alone, "[]"]
+
+
 @pytest.mark.parametrize("reduced", ["on the device", "backend"])
 @pytest.mark.parametrize(("how", "said"), [("killed", "has ended"), ("stopped", "is stopped")])
 def test_a_rank_that_is_lost_beside_sums_on_gpus_is_named(

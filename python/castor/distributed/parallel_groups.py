@@ -18,9 +18,11 @@ from castor.config.names import ReduceOn, Reduction
 from castor.errors import UsageError
 from castor.runtime.device_groups import (
     DeviceBackend,
+    DeviceGroup,
     DeviceLink,
     DeviceReduction,
     check_device_reduction,
+    end_unused_groups,
     why_through_host,
 )
 from castor.runtime.parallel_dims import Dimension, ParallelDims
@@ -269,7 +271,7 @@ class ParallelGroups:
         """Lets the ranks of one model send tensors from device to device.
 
         Collective: every rank calls it. Without a backend for the devices (DeviceBackend.find)
-        tensors go through the host.
+        tensors go through the host. Groups of earlier models that are gone end first.
 
         Args:
             device: Device of this rank.
@@ -283,6 +285,8 @@ class ParallelGroups:
         Raises:
             UsageError: There is no backend that could add up; every rank raises it.
         """
+        if self.groups and device.type != "cpu":
+            end_unused_groups(self.gather)
         named: dict[Dimension, ModelParallelGroup | None]
         named = {"layers": self.layers, "cp": self.cp, "pp": self.pp}
         connected = {name: ranks for name, ranks in named.items() if ranks}
@@ -300,7 +304,7 @@ class ParallelGroups:
                 DeviceLink(ranks.links, backend.group(self.dims.groups(name)), device, reduction)
             )
         between = backend.free_bytes()
-        reducing: tuple[distributed.ProcessGroup, ...] = ()
+        reducing: tuple[DeviceGroup, ...] = ()
         if summing and self.dp:
             of_dp = self.dims.groups("dp")
             reducing = backend.group(of_dp), backend.group(of_dp)

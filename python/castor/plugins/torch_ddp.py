@@ -14,6 +14,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from castor import _C
 from castor.config.declared import Declared, documented, values_of
 from castor.config.settings import StepSettings
 from castor.optim.rules import optimizer_params
@@ -79,13 +80,24 @@ class ReplicatedModel(TorchModel):
         ddp: DistributedDataParallel,
         *,
         ranks: RankGroup,
+        connection: _C.DeviceConnection | None,
         trained_by: str,
     ) -> None:
-        """See TorchModel; the model's forward has to keep `ddp` alive."""
+        """See TorchModel; the model's forward has to keep `ddp` alive.
+
+        Args:
+            model: The model.
+            optimizers: Its optimizers.
+            ddp: torch's module around it.
+            ranks: The ranks that train it.
+            connection: Connection between the ranks' GPUs that `ddp` uses; None: on the CPU.
+            trained_by: Name of what trains, for reports.
+        """
         super().__init__(model, optimizers, ranks=ranks, trained_by=trained_by)
         self._ddp = weakref.ref(ddp)
         self._buffers = RankBuffers(model, ranks if ddp.broadcast_buffers else None)
         self._group = ddp.process_group
+        self._connection = connection
         self._peers = ranks
 
     def synchronise(self, on: bool) -> None:
@@ -247,21 +259,32 @@ class TorchDDPPlugin(TorchPlugin):
             if dtype is not None:
                 model.forward = CastingForward(model, dtype)
         else:
+            group, connection = self._group(ranks)
             ddp = DistributedDataParallel(
                 WrappedModule(model, model.forward),
-                process_group=self._group(ranks),
+                process_group=group,
                 **self._options,
             )
             boosted = ReplicatedModel(
-                model, optimizers, ddp, ranks=ranks, trained_by="DistributedDataParallel"
+                *(model, optimizers, ddp),
+                ranks=ranks,
+                connection=connection,
+                trained_by="DistributedDataParallel",
             )
             model.forward = ReplicatedForward(model, dtype, boosted, ddp)
         TorchStep(boosted, model, optimizers, self.settings)
         return boosted
 
-    def _group(self, ranks: RankGroup) -> distributed.ProcessGroup:
-        """Makes the process group that gradients are reduced over. Collective."""
+    def _group(
+        self, ranks: RankGroup
+    ) -> tuple[distributed.ProcessGroup, _C.DeviceConnection | None]:
+        """Makes the process group that gradients are reduced over. Collective.
+
+        Returns:
+            The group, and on GPUs its connection, to be held as long as the group is used.
+        """
         everyone = [range(ranks.size)]
         if self.device.type == "cpu":
-            return own_group(everyone)
-        return self._device_backend(ranks).group(everyone)
+            return own_group(everyone), None
+        made = self._device_backend(ranks).group(everyone)
+        return made.group, made.handle.connection()

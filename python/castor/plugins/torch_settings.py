@@ -21,7 +21,7 @@ from castor.plugins.by_name import PLUGIN_ARGUMENTS
 from castor.plugins.data_parallel import describe_optimizers, loader_of_rank
 from castor.plugins.machine import check_own_gpus, choose_torch_device
 from castor.runtime.boosted_model import check_not_boosted
-from castor.runtime.device_groups import DeviceBackend, backend_of
+from castor.runtime.device_groups import DeviceBackend, backend_of, end_unused_groups
 from castor.runtime.input_cast import InputCast
 from castor.runtime.memory_sharing import Aliases
 from castor.runtime.parallel_dims import ONE_RANK
@@ -156,6 +156,7 @@ class TorchPlugin:
         )
         if self.device.type != "cpu":
             check_own_gpus(self.device, ranks.all_gather_object)
+            end_unused_groups(ranks.all_gather_object)
             self._device_backend(ranks)
         return ranks
 

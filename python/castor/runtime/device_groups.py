@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,11 +16,73 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from castor import _C
 from castor.config.names import Reduction
 from castor.errors import Error, UsageError
-from castor.runtime.process_groups import own_group
+from castor.runtime.process_groups import end_groups, make_group
 from castor.runtime.rank_group import check_equal
 from castor.runtime.waits import watch_link
 
 _LINKS = ("auto", "host")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceGroup:
+    """A process group between devices.
+
+    It ends in a later boost (end_unused_groups), when no rank uses it any more. Users hold its
+    `handle.connection()`.
+    """
+
+    group: distributed.ProcessGroup
+    """The process group."""
+    handle: _C.DeviceGroup
+    """The same group for C++."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _GroupsOfRun:
+    """The groups between devices that were made in one default process group."""
+
+    world: weakref.ref[distributed.ProcessGroup]
+    num_made: int = 0
+    """Number of groups that all ranks have begun to make."""
+    groups: dict[int, DeviceGroup] = field(default_factory=dict)
+    """Groups that have not ended, by their numbers, which are the same on all ranks."""
+
+
+_run: _GroupsOfRun | None = None
+
+
+def _groups_of_run() -> _GroupsOfRun:
+    """Returns the groups of the present default process group."""
+    global _run
+    world = distributed.group.WORLD
+    assert world is not None
+    if _run is None or _run.world() is not world:
+        _run = _GroupsOfRun(world=weakref.ref(world))
+    return _run
+
+
+def end_unused_groups(gather: Callable[[Any], list[Any]]) -> None:
+    """Ends the groups between devices that no rank uses any more. Collective.
+
+    NCCL's communicators end on all ranks together: a rank that ends one waits for the others. So
+    a group does not end when a rank collects the garbage of its model, but here, where every rank
+    knows that all others end the same groups in the same order.
+
+    Args:
+        gather: Returns the values that all ranks of the run call it with.
+    """
+    run = _groups_of_run()
+    if run.num_made == 0:  # on all ranks
+        return
+    unused = {
+        number: one.handle.aborted() for number, one in run.groups.items() if not one.handle.used()
+    }
+    everyone: list[dict[int, str]] = gather(unused)
+    for number in sorted(set.intersection(*map(set, everyone))):
+        one = run.groups.pop(number)
+        if any(of_rank[number] for of_rank in everyone):
+            one.handle.abort("another rank has aborted it")  # it would wait for that one
+        end_groups([one.group])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +128,24 @@ class DeviceBackend:
             return None
         return cls(name=name, device=device)
 
-    def group(self, parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
-        """Makes a process group of this process's subset of all ranks; see own_groups.
+    def group(self, parts: Sequence[Sequence[int]]) -> DeviceGroup:
+        """Makes a process group of this process's subset of all ranks.
 
-        Every rank exchanges an element with the others of its subset, so that communicators exist
-        and take their memory now.
+        Collective: every rank calls it, with the same `parts`. Every rank exchanges an element with
+        the others of its subset, so that communicators exist and take their memory now.
         """
-        group = own_group(parts, backend=self.name)
+        run = _groups_of_run()
+        number = run.num_made
+        run.num_made += 1
+        group = make_group(parts, backend=self.name)
+        made = DeviceGroup(group=group, handle=_C.DeviceGroup(group.group_name, str(self.device)))
+        run.groups[number] = made
         own = torch.zeros(1, dtype=torch.uint8, device=self.device)
         everyone = torch.empty(group.size(), dtype=torch.uint8, device=self.device)
         if group.size() > 1:
             distributed.all_gather_into_tensor(everyone, own, group=group)
         torch.get_device_module(self.device).synchronize(self.device)
-        return group
+        return made
 
     def free_bytes(self) -> int:
         """Returns the device's memory that nobody has, in bytes."""
@@ -105,7 +173,7 @@ class DeviceLink:
     def __init__(
         self,
         tensors: _C.RankTensors,
-        group: distributed.ProcessGroup,
+        group: DeviceGroup,
         device: torch.device,
         reduction: Reduction = "ordered",
     ) -> None:
@@ -113,15 +181,15 @@ class DeviceLink:
 
         Args:
             tensors: Collectives of the ranks.
-            group: Process group of the same ranks in the same order, for memory of devices.
+            group: Group of the same ranks in the same order.
             device: Device of this rank.
             reduction: Who adds up, castor or the backend.
         """
-        tensors.use_device_group(group.group_name, str(device), reduction=reduction)
-        self.group = group
+        tensors.use_device_group(group.handle, str(device), reduction=reduction)
+        self.group = group.group
         self.device = device
         self._tensors = tensors
-        self._store = PrefixStore(f"castor/{group.group_name}", _get_default_store())
+        self._store = PrefixStore(f"castor/{self.group.group_name}", _get_default_store())
         self._expecting = False
         watch_link(self)
 
@@ -174,7 +242,7 @@ class DeviceReduction:
 
     def __init__(
         self,
-        groups: Sequence[distributed.ProcessGroup],
+        groups: Sequence[DeviceGroup],
         backend: DeviceBackend,
         *,
         reduction: Reduction,
@@ -191,13 +259,13 @@ class DeviceReduction:
             most_bytes: Device memory that they may take with the window and the buffers of
                 gradients, else the host reduces; None: as much as they need.
         """
-        gradients, weights = self.groups = tuple(groups)
+        gradients, weights = groups
         self.backend = backend.name
         self.communicator_bytes = communicator_bytes
         self.most_bytes = most_bytes
         self.sums = (
-            _C.DeviceSums(gradients.group_name, str(backend.device), reduction=reduction),
-            _C.DeviceSums(weights.group_name, str(backend.device), reduction=reduction),
+            _C.DeviceSums(gradients.handle, str(backend.device), reduction=reduction),
+            _C.DeviceSums(weights.handle, str(backend.device), reduction=reduction),
         )
         watch_link(self)
 

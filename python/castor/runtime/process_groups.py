@@ -69,8 +69,22 @@ def own_groups(parts: Sequence[Sequence[int]], count: int) -> list[str]:
     return [own_group(parts).group_name for _ in range(count)]
 
 
-def own_group(parts: Sequence[Sequence[int]], *, backend: str = "gloo") -> distributed.ProcessGroup:
+def own_group(parts: Sequence[Sequence[int]]) -> distributed.ProcessGroup:
     """Makes a process group of this process's subset of all ranks; see own_groups."""
+    mine = make_group(parts)
+    made = _made.get()
+    if made is not None:
+        made.append(mine)
+    return mine
+
+
+def make_group(
+    parts: Sequence[Sequence[int]], *, backend: str = "gloo"
+) -> distributed.ProcessGroup:
+    """Makes a process group of this process's subset of all ranks, which the caller ends.
+
+    Collective: every rank calls it, with the same `parts`.
+    """
     watch()
     begin_heartbeats()
     rank, size = distributed.get_rank(), distributed.get_world_size()
@@ -79,11 +93,7 @@ def own_group(parts: Sequence[Sequence[int]], *, backend: str = "gloo") -> distr
             distributed.new_group(list(part), backend=backend, timeout=timeout_of_all())
             for part in parts
         ]
-    mine = next(group for group in groups if isinstance(group, distributed.ProcessGroup))
-    made = _made.get()
-    if made is not None:
-        made.append(mine)
-    return mine
+    return next(group for group in groups if isinstance(group, distributed.ProcessGroup))
 
 
 def lasting_group(backend: str = "gloo") -> distributed.ProcessGroup:
