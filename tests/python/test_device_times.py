@@ -17,6 +17,8 @@ from castor.activations import auto
 from castor.activations.auto import compute_seconds
 from castor.config.event_names import BACKWARD_ENTER, FORWARD_ENTER
 from castor.report.chrome_trace import DEVICE, MODULES
+from castor.report.html import page_data
+from castor.report.source import source_of
 from castor.runtime.engine import engine_of
 from helpers import GIB, Boosted, boost, go_on, on_device_of
 from simulated import GpuSimulation
@@ -190,6 +192,13 @@ def test_the_trace_for_perfetto_has_modules_by_the_devices_clock(
             assert all(e["dur"] >= SLEEP_MS * 1000 for e in slow if e["cat"] == "forward")
         else:
             assert on_device == []
+
+
+def test_reports_name_the_clock_of_their_times(simulation: GpuSimulation) -> None:
+    for boosted, name in ((simulation.boost(tower()), "host time"), (boost(tower()), "time")):
+        boosted.step(forward(boosted, 0))
+        assert page_data(source_of(boosted.model))["timeName"] == name
+        assert ("host time" in castor.report.summary(boosted.booster)) == (name == "host time")
 
 
 # --- what may happen in a step ------------------------------------------------------------------

@@ -286,6 +286,22 @@ def test_the_pages_columns_belong_together(source: Source) -> None:
     assert owned == list(range(len(data["params"])))
 
 
+@pytest.mark.parametrize(
+    ("reduced_on", "value", "remark"),
+    [
+        ("device", "reduced on the devices", f"by communicators of {size(16 << 20)}"),
+        ("host: as asked for", "reduced on the host", "as asked for"),
+    ],
+)
+def test_the_page_says_where_ranks_reduce_gradients(
+    source: Source, reduced_on: str, value: str, remark: str
+) -> None:
+    assert "Gradients" not in [name for name, _, _ in source.headline()]
+    ranks = {"ranks": 2, "reduced_on": reduced_on, "communicator_bytes": 16 << 20}
+    of_two = replace(source, memory=replace(source.memory, **ranks))
+    assert ("Gradients", value, remark) in page_data(of_two)["headline"]
+
+
 def test_losses_that_json_cannot_say_are_gaps(tmp_path: Path) -> None:
     boosted = boost(tower(), nonfinite="ignore")
     boosted.step(boosted.model(**tower_batch(0)) * float("nan"))

@@ -104,6 +104,7 @@ def page_data(source: Source) -> dict[str, Any]:
         "budget": {"device": memory.device_budget_bytes, "host": memory.host_budget_bytes},
         "peak": step.peak_device_bytes,
         "endNs": step.end_ns,
+        "timeName": source.time_name,
         "payloadNames": PAYLOAD_NAMES,
         "payloads": {tier: step.payload_bytes(tier) for tier in ("device", "host", "nvme")},
         "phases": step.phases(),

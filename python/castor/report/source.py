@@ -64,6 +64,11 @@ class Source:
                 return f"{count / unit:.1f}{name} parameters{where}"
         return f"{count} parameters{where}"
 
+    @property
+    def time_name(self) -> str:
+        """Name of the clock by which the step's times are: a device works behind the host."""
+        return "time" if self.engine.device.type == "cpu" else "host time"
+
     def setting(self) -> str:
         """Precision, device and the batch of the last step, in words."""
         words = [self.engine.settings.precision, f"device {self.engine.device}"]
@@ -153,6 +158,16 @@ class Source:
                 else "a part of each runs on some rows at a time, in backward once more",
             )
         ]
+        _, _, reason = memory.reduced_on.partition(": ")
+        reduced = [
+            (
+                "Gradients",
+                "reduced on the devices",
+                f"by communicators of {size(memory.communicator_bytes)}",
+            )
+            if memory.reduced_on == "device"
+            else ("Gradients", "reduced on the host", reason)
+        ]
         steps_remark = f"{memory.skipped_steps} skipped, {memory.divergent_steps} left the plan"
         return [
             (
@@ -167,6 +182,7 @@ class Source:
             *(tiled if memory.tiled_blocks else []),
             ("Host memory", size(memory.host_bytes), f"in {memory.num_chunks} chunks"),
             *(resident if memory.resident_chunks else []),
+            *(reduced if memory.ranks > 1 else []),
             ("Loss", "unknown" if loss is None else f"{loss:.4f}", f"of step {memory.steps}"),
             (
                 "Speed",
@@ -177,7 +193,8 @@ class Source:
             (
                 "Last step",
                 duration(step.end_ns),
-                f"{duration(stall_ns)} waiting for chunks ({stall_ns / max(1, step.end_ns):.1%})",
+                f"{duration(stall_ns)} waiting for chunks ({stall_ns / max(1, step.end_ns):.1%})"
+                + ("" if self.time_name == "time" else f", in {self.time_name}"),
             ),
             (
                 "Copied in the last step",

@@ -44,7 +44,7 @@ def _headline(source: Source) -> Table:
 def _phases(source: Source) -> Table:
     """Time of each phase, what came in and went out in it, and how long it waited."""
     table = Table("phase", box=None, pad_edge=False)
-    for heading in ("time", "fetched", "sent to the host", "waited"):
+    for heading in (source.time_name, "fetched", "sent to the host", "waited"):
         table.add_column(heading, justify="right")
     step = source.step
     rows: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])

@@ -12,6 +12,7 @@ function drawHeader() {
     const advice = element(verdict, "ul");
     for (const line of data.verdict.advice) element(advice, "li", {}, line);
   }
+  byId("axis-time").textContent = data.timeName[0].toUpperCase() + data.timeName.slice(1);
   const list = byId("headline");
   for (const [name, value, remark] of data.headline) {
     const figure = element(list, "div");
