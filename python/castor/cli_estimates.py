@@ -129,6 +129,8 @@ class _Between:
     """GeminiPlugin's: ordered; backend with --transport nccl; auto: the faster one."""
     reduce_on: str | None = None
     """GeminiPlugin's: host; device with --transport nccl; auto."""
+    communicator_memory: str | None = None
+    """Device memory of each of NCCL's communicators, with --transport nccl: 400MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)

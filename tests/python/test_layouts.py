@@ -39,7 +39,7 @@ BLOCKS, WIDTH, VOCAB, TOKENS = 6, 64, 512, 32
 FIGURES: dict[str, Any] = {
     "ranks_per_node": 4, "device_memory": "1GiB", "host_memory": "64GiB", "h2d": "20GB/s",
     "dram": "100GB/s", "flops": "50T", "device_bandwidth": "500GB/s", "link": "100GB/s",
-    "link_latency_us": 5, "transport": "nccl",
+    "link_latency_us": 5, "transport": "nccl", "communicator_memory": "8MiB",
 }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def config(tmp_path: Path) -> Path:
 def cluster(**changes: Any) -> Cluster:
     figures = {"reduce_on": "host"} | FIGURES | changes
     if figures.get("device") == "cpu":  # its ranks share memory
-        del figures["transport"]
+        del figures["transport"], figures["communicator_memory"]
     return Cluster.of(figures, "fp32")
 
 
@@ -422,7 +422,8 @@ def test_what_gpus_exchange_through_the_host_is_copied_there_and_back() -> None:
 
 
 def through_host(**changes: Any) -> Cluster:
-    figures = {name: of for name, of in FIGURES.items() if name not in ("transport", "link")}
+    of_nccl = ("transport", "link", "communicator_memory")
+    figures = {name: of for name, of in FIGURES.items() if name not in of_nccl}
     return Cluster.of(figures | changes, "fp32")
 
 
@@ -444,6 +445,22 @@ def test_gpus_exchange_through_host_memory_unless_asked_otherwise(config: Path) 
         assert host.seconds > nccl.seconds
 
 
+def test_communicators_take_memory_of_the_device(config: Path) -> None:
+    """One of the tensor-parallel ranks, two of replicas where these reduce on their GPUs."""
+    found = search(config)
+    layout = Layout(dims=ParallelDims(tp=2, dp=2), rows=4)
+    for reduce_on, count in (("host", 1), ("device", 3)):
+        small, large = (
+            found.cost(layout, cluster(reduce_on=reduce_on, communicator_memory=memory))
+            for memory in ("8MiB", "24MiB")
+        )
+        assert large.device_bytes - small.device_bytes == count * (16 << 20)
+    # "auto" reduces on GPUs where all of it is an eighth of their memory.
+    for memory, place in (("8MiB", "device"), ("64MiB", "host")):
+        auto = cluster(reduce_on="auto", communicator_memory=memory)
+        assert found.cost(layout, auto).reduced_on == place
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -463,6 +480,7 @@ def test_gpus_exchange_through_host_memory_unless_asked_otherwise(config: Path) 
         ({"reduction": "backend", "device": "cpu"}, "between GPUs: give transport: nccl as well"),
         ({"reduce_on": "gpu"}, "reduce_on is 'gpu'; give one of auto, device, host"),
         ({"reduce_on": "device", "device": "cpu"}, "exchange gradients: give transport: nccl"),
+        ({"communicator_memory": "0B"}, "communicator_memory is '0B'"),
     ],
 )
 def test_a_cluster_that_makes_no_sense_is_named(changes: dict[str, Any], says: str) -> None:

@@ -187,7 +187,7 @@ REPLICAS = Layout(dims=ParallelDims(dp=2), rows=2)
 GPUS: dict[str, Any] = {
     "ranks_per_node": 2, "device_memory": "1GiB", "h2d": "20GB/s", "flops": "50T",
     "device_bandwidth": "500GB/s", "host_memory": "4GiB", "dram": "20GB/s",
-    "transport": "nccl", "link": "300GB/s",
+    "transport": "nccl", "link": "300GB/s", "communicator_memory": "8MiB",
 }  # fmt: skip
 
 

@@ -105,6 +105,12 @@ def preset(name: str, precision: Precision) -> Machine:
     )
 
 
+def communicator_bytes() -> int:
+    """Returns the device bytes that presets.json assumes for one communicator between GPUs."""
+    value: int = _data()["sustained"]["communicator_bytes"]["value"]
+    return value
+
+
 def parse_flops(value: float | str, name: str) -> float:
     """Parses a rate of computing.
 

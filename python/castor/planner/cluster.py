@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from castor.config import Precision, parse_bandwidth, parse_paths
+from castor.config import Precision, parse_bandwidth, parse_bytes, parse_paths
 from castor.config.files import read_settings_file
 from castor.config.names import ReducedOn, ReduceOn, Reduction
 from castor.errors import UsageError
-from castor.estimate.machine import CPU_DEVICE, Machine, machine
+from castor.estimate.machine import CPU_DEVICE, Machine, communicator_bytes, machine
 
 _COUNTS = ("nodes", "ranks_per_node")
 _BETWEEN = ("link", "link_latency_us", "network", "network_latency_us", "transport", "reduction",
-            "reduce_on")  # fmt: skip
+            "reduce_on", "communicator_memory")  # fmt: skip
 _OF_A_NODE = (
     *("device_memory", "host_memory", "h2d", "d2h", "dram", "updates", "flops"),
     *("device_bandwidth", "operator_us", "nvme", "nvme_memory"),
@@ -133,6 +133,8 @@ class Cluster:
     reduce_on: ReduceOn = "auto"
     """GeminiPlugin's reduce_on, of ordered sums. "auto" is one of the others in each layout
     (LayoutSearch)."""
+    communicator_bytes: int = 0
+    """Device bytes that each communicator of a rank takes with transport "nccl"."""
     replica_link: Link | None = None
     """Link of data-parallel replicas on one node; None: `link`."""
 
@@ -214,6 +216,8 @@ class Cluster:
         - reduction: "ordered" (default) or, with transport "nccl", "backend", or "auto" for the
           faster one of each layout.
         - reduce_on: "auto" (default), "host" or, with transport "nccl", "device".
+        - communicator_memory: device memory that each of NCCL's communicators takes, with transport
+          "nccl" (default: presets.json).
         - network: bandwidth of a rank to other nodes, such as "40GB/s".
         - link: bandwidth of a rank to others of its node, for transport "nccl" and device "cpu".
           GPUs that exchange through host memory have the bandwidth of dram.
@@ -258,6 +262,9 @@ class Cluster:
             raise UsageError(
                 "reduce_on: device has GPUs exchange gradients: give transport: nccl as well"
             )
+        if "communicator_memory" in settings and transport != "nccl":
+            raise UsageError("communicator_memory is of NCCL: give transport: nccl as well")
+        of_communicator = settings.get("communicator_memory", communicator_bytes())
         needed = {
             "link": counts["ranks_per_node"] > 1 and not through_host,
             "network": counts["nodes"] > 1,
@@ -305,6 +312,7 @@ class Cluster:
             transport=transport,
             reduction=cast(PlannedReduction, reduction),
             reduce_on=cast(ReduceOn, reduce_on),
+            communicator_bytes=parse_bytes(of_communicator, "communicator_memory"),
             replica_link=replica_link,
             at_once=min(each, at_once),
             nvme_paths=tuple(map(str, parse_paths(settings.get("nvme_path"), "nvme_path"))),

@@ -21,6 +21,7 @@ from castor.estimate.workload import Overlap
 from castor.planner.cluster import Cluster
 from castor.planner.layouts import Layout
 from castor.planner.replicas import (
+    communicator_bytes,
     dram_of_replicas,
     gathering_ranks,
     ranks_sharing_host_storage,
@@ -174,8 +175,10 @@ class End(_Needs):
         self.dram_bytes = 0.0
         """Bytes through host memory in a step, of chunks, gradients and the optimizer."""
         self._alone = 0.0
+        self._communicators = communicator_bytes(layout, cluster)
+        """Device bytes that chunks and activations do not have."""
         figures = self._time(recorded, host_bytes=NO_NVME)
-        self.device_bytes = figures["smallest_budget_bytes"]
+        self.device_bytes = figures["smallest_budget_bytes"] + self._communicators
         places = simulator.places(
             cluster.machine, ranks_sharing=self._sharing, reduced_on=cluster.reduced_on
         )
@@ -235,7 +238,7 @@ class End(_Needs):
         if figures["nvme_weight_bytes"] and self._layout.dims.same_shard > 1:
             self.slowdown, self.update = in_memory
             return
-        self.device_bytes = figures["smallest_budget_bytes"]
+        self.device_bytes = figures["smallest_budget_bytes"] + self._communicators
         self.host_bytes, self.nvme_bytes = figures["host_bytes"], figures["nvme_bytes"]
         self.nvme_weight_bytes = figures["nvme_weight_bytes"]
 
@@ -300,6 +303,7 @@ class End(_Needs):
             gathering_ranks=gathering_ranks(layout, cluster),
         )
         options |= {
+            "device_bytes": max(1, cluster.machine.device_bytes - self._communicators),
             "dram_bytes_per_second": _NO_DRAM_WALL,
             "update_bytes_per_second": cluster.machine.updates or cluster.machine.dram,
         }

@@ -29,6 +29,7 @@ from castor.planner.layout_bounds import (
 )
 from castor.planner.layout_cost import End, Found, LayoutCost, cost_of, seconds_of
 from castor.planner.layouts import Layout, layouts
+from castor.planner.replicas import COMMUNICATORS_OF_REPLICAS
 from castor.planner.simulated_rank import SimulatedModel, SimulatedRank, StagePass, num_blocks
 
 _WHOLE = Layout()
@@ -325,8 +326,8 @@ class LayoutSearch:
     def _placed(self, layout: Layout, cluster: Cluster) -> Cluster:
         """Returns the cluster with the place where ranks of a layout reduce gradients.
 
-        As training chooses it for reduce_on="auto", but for the memory of communicators, which is
-        measured there.
+        As training chooses it for reduce_on="auto". There the memory of communicators is measured;
+        here it is cluster.communicator_bytes.
         """
         replicas, device_bytes = layout.dims.same_shard, cluster.machine.device_bytes
         given = cluster.reduction != "ordered" or cluster.reduce_on != "auto"
@@ -336,7 +337,8 @@ class LayoutSearch:
             self._rank(layout, rank, device_bytes, replicas).simulator.gradient_buffer_bytes
             for rank in {0, layout.dims.pp - 1}
         )
-        fits = _WINDOW_OF_REDUCTION + buffers <= device_bytes // SHARE_OF_REDUCTION
+        communicators = COMMUNICATORS_OF_REPLICAS * cluster.communicator_bytes
+        fits = communicators + _WINDOW_OF_REDUCTION + buffers <= device_bytes // SHARE_OF_REDUCTION
         return replace(cluster, reduce_on="device" if fits else "host")
 
     def _ends(

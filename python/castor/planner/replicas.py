@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from castor.planner.cluster import Cluster
 from castor.planner.layouts import Layout
 
+COMMUNICATORS_OF_REPLICAS = 2
+"""Number of communicators of replicas that reduce on their GPUs: for gradients and for weights."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SentByRank:
@@ -97,6 +100,21 @@ def gathering_ranks(layout: Layout, cluster: Cluster) -> int:
     copies = layout.dims.same_shard
     apart = not cluster.reduces_on_gpus or _ranks_of_a_node(layout, cluster) != copies
     return 1 if apart or layout.microbatches > 1 else copies
+
+
+def communicator_bytes(layout: Layout, cluster: Cluster) -> int:
+    """Returns the device bytes of a rank's communicators between GPUs.
+
+    There is one for each group of ranks that share the model, and there are two for replicas that
+    reduce gradients on their GPUs.
+    """
+    if cluster.transport != "nccl":
+        return 0
+    dims = layout.dims
+    count = sum(size > 1 for size in (dims.layer_shards, dims.cp, dims.pp))
+    if dims.same_shard > 1 and cluster.reduces_on_gpus:
+        count += COMMUNICATORS_OF_REPLICAS
+    return count * cluster.communicator_bytes
 
 
 def dram_of_replicas(layout: Layout, cluster: Cluster, param_bytes: int, resident: float) -> float:
