@@ -216,18 +216,19 @@ def test_cells_of_csv_are_texts(tmp_path: Path) -> None:
         ("a.json", '[{"text": "a"}]\nx', r"a\.json, line 2: 'x' follows the end of the array"),
         ("a.jsonl", "", "has no rows"),
         ("a.jsonl", '\n{"mesages": 1}', r"a\.jsonl, line 2: the keys \(mesages\)"),
-        ("a.jsonl", "[1]\n[2]", r"with keys; .*a\.jsonl, line 1: the row is list, not an object"),
+        ("a.jsonl", "[1]\n[2]", r"with keys; .*line 1: the row is list, .* array ends in \.json\)"),
         ("a.jsonl", "\n\0\1", r"with keys; .*a\.jsonl, line 2: the row is no JSON"),
         ("a.jsonl", "null", r"with keys; .*a\.jsonl, line 1: the row is null"),
+        ("a.jsonl", '\ufeff{"text": "a"}'.encode("utf-16-le"), "is in UTF-16; save it in UTF-8"),
         ("a.csv", "text,text\n1,2", r"a\.csv cannot be read as csv: a name is twice in its first"),
         ("a.doc", "x", r"a\.doc is of no known kind; rows are read from \.jsonl"),
         ("a.parquet", "x", r"a\.parquet cannot be read as parquet"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_read_are_named(
-    tmp_path: Path, name: str, content: str, said: str
+    tmp_path: Path, name: str, content: str | bytes, said: str
 ) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError, match=said):
         load(str(tmp_path / name))
 

@@ -122,6 +122,9 @@ def _folder(path: Path) -> Iterator[Source]:
 
 
 def _file(path: Path) -> Source:
+    with path.open("rb") as file:
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise ValueError(f"{path} is in UTF-16; save it in UTF-8")
     if path.suffix in _TABLES:
         try:
             table = datasets.load_dataset(
@@ -375,6 +378,8 @@ def _detected(source: Source) -> str:
         for place, row in source.read(source.rows[begin : begin + 100], begin):
             if row is not None and not isinstance(row, dict) and not first:
                 kind = f"the row is {type(row).__name__}, not an object with keys"
+                if isinstance(row, list):
+                    kind += " (the name of a file that is one array ends in .json)"
                 first = f"; {place}: {row if isinstance(row, BrokenRowError) else kind}"
             if isinstance(row, dict):
                 try:
