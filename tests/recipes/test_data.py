@@ -280,7 +280,7 @@ def test_conversations_become_the_rows_by_hand(tmp_path: Path) -> None:
     assert found.train.column_names == ["input_ids", "labels"]
     assert found.held_out is None
     assert found.density is None
-    assert found.lengths.tolist() == [len(ids) for ids, _ in by_hand]
+    assert found.lengths == Counter(len(ids) for ids, _ in by_hand)
     assert found.num_tokens == sum(len(ids) for ids, _ in kept)
     assert found.num_counted == sum(one != -100 for _, labels in kept for one in labels)
     truncated = sum(len(ids) > 100 for ids, _ in by_hand) - (len(cut) - len(kept))
@@ -458,6 +458,46 @@ def test_sources_are_mixed_by_weight_after_rows_are_held_out(tmp_path: Path) -> 
     assert sum(n for name, n in texts.items() if "one" in name) == (20 - len(ones)) * 5 // 2
     assert sum(n for name, n in texts.items() if "two" in name) == round((10 + len(ones)) / 2)
     assert {n for name, n in texts.items() if "one" in name} <= {2, 3}
+
+
+def test_every_row_has_the_same_chance_to_be_held_out() -> None:
+    sizes, count = (7, 1, 12, 0, 10), 9
+    times = np.zeros(sum(sizes), int)
+    for seed in range(2000):
+        ends = np.cumsum(sizes)
+        blocks = [(np.arange(end - size, end),) for size, end in zip(sizes, ends, strict=True)]
+        halves = [
+            np.concatenate([rows for (rows,) in half]).tolist()
+            for half in (
+                preparing._drawn(blocks, sum(sizes), count, [seed], drawn=drawn)
+                for drawn in (True, False)
+            )
+        ]
+        assert len(halves[0]) == count
+        assert sorted(halves[0] + halves[1]) == list(range(sum(sizes)))
+        times[halves[0]] += 1
+    # 600 times each, with a standard deviation of 20.5.
+    assert times.min() > 500
+    assert times.max() < 700
+
+
+def test_the_figures_of_a_mixture_are_those_of_its_rows(tmp_path: Path) -> None:
+    words = tokenizer()
+    one = written(tmp_path / "one.jsonl", [{"text": "a b " * i} for i in range(1, 30)])
+    other = written(tmp_path / "two.jsonl", [{"text": "c d " * i} for i in range(1, 30)])
+    data = DataSection.model_validate(
+        {
+            "train": [{"path": one, "weight": 2.5}, {"path": other}],
+            "held_out": 7, "packing": False, "max_length": 16, "loss_on": "all",
+        }
+    )  # fmt: skip
+    for truncation in ("right", "split"):
+        found = prepare(
+            data.model_copy(update={"truncation": truncation}), words, method="pretrain"
+        )
+        assert found.num_tokens == sum(map(len, found.train["input_ids"]))
+        counted = sum(label != -100 for row in found.train["labels"] for label in row[1:])
+        assert found.num_counted == counted
 
 
 def test_rows_to_evaluate_on_may_have_a_file_of_their_own(tmp_path: Path) -> None:

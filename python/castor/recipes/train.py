@@ -367,7 +367,7 @@ def make_plan(recipe: Recipe, prepared: Prepared) -> tuple[list[str], bool]:
     batch = train.batch_size * (2 if pairs else 1)
     packs = recipe.data.packing
     # The longest batch that can come: rows are padded to the longest of their batch.
-    longest = prepared.num_tokens if packs else int(prepared.lengths.max())
+    longest = prepared.num_tokens if packs else max(prepared.lengths)
     lora = {} if method.lora is None else method.lora.model_dump(exclude={"r"})
     workload = Workload(
         batch=batch,

@@ -4,6 +4,9 @@ Rows are tokenised once, in parts of 20,000, by datasets.map. Each part is a fil
 the datasets library (HF_DATASETS_CACHE, in its folder castor) under the hash of the content, the
 tokenizer, the template and the settings. A part is renamed when it is complete: a run that was
 stopped goes on at the first part that is not there.
+
+All that there is for each row lies in these files, and is read in blocks: the memory that is taken
+does not grow with the rows.
 """
 
 from __future__ import annotations
@@ -13,31 +16,30 @@ import functools
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal
 
 import datasets
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 
 from castor.errors import UsageError
 from castor.recipes.data import IGNORED
 from castor.recipes.data.formats import BrokenRowError, Message, Preference, Text, parse
-from castor.recipes.data.sources import Source, cache, load
+from castor.recipes.data.sources import Columns, Source, cache, load, stored
 from castor.recipes.data.tokens import Spans, Tokenizing, Tokens
 from castor.recipes.recipe import OF_PAIRS, DataSection, DataSource
 
-Indices: TypeAlias = npt.NDArray[np.int64]
-
 ROWS_PER_PART = 20_000
 _ROWS_PER_BATCH = 1000
-_LAYOUT = 4
+_LAYOUT = 5
 """Version of the cached files; another one when their content changes for the same settings."""
 _PACKAGES = ("datasets", "transformers", "tokenizers", "jinja2", "trl")
 """Packages that read, render, tokenise and pack: another version makes what is cached anew."""
@@ -49,7 +51,10 @@ _PARTS = ("prompt", "chosen", "rejected")
 _OF_TOKENS = {"input_ids": datasets.List(datasets.Value("int32"))}
 _OF_TOKENS["labels"] = _OF_TOKENS["input_ids"]
 _TEXT = datasets.Value("string")
-_STATISTICS = {name: datasets.Value("int32") for name in ("length", "counted", "outcome")}
+_FIGURES = ("length", "counted", "outcome")
+"""Tokens of a row before truncation, those that the loss counts after it, and the Outcome."""
+_STATISTICS = {**dict.fromkeys(_FIGURES, datasets.Value("int32")), "why": _TEXT}
+"""Columns of every row; `why` says of a broken one why it is."""
 
 
 class Outcome(IntEnum):
@@ -79,8 +84,8 @@ class Prepared:
             rows are packed. Of dpo and reward `prompt`, `chosen` and `rejected`.
         held_out: Rows to evaluate on, with the same columns; None where held_out is 0.
         outcomes: Number of rows of all sources, the held-out ones too, by outcome.
-        lengths: Tokens of each row of all sources before truncation, int32; of a pair the longer
-            answer with its prompt. Rows that could not be tokenised have 0.
+        lengths: Number of rows of all sources by their tokens before truncation; of a pair those of
+            the longer answer with its prompt. Rows that could not be tokenised are left out.
         broken: The first broken rows, each with its file and line, where they are skipped.
         num_tokens: Tokens of train; of pairs those of the longer answer with its prompt.
         num_counted: Those of them that the loss counts; 0 for pairs.
@@ -91,7 +96,7 @@ class Prepared:
     train: datasets.Dataset
     held_out: datasets.Dataset | None
     outcomes: Counter[Outcome]
-    lengths: npt.NDArray[np.int32] = field(repr=False)
+    lengths: Counter[int] = field(repr=False)
     broken: tuple[str, ...]
     num_tokens: int
     num_counted: int
@@ -141,26 +146,15 @@ def _prepared(work: _Work, data: DataSection) -> Prepared:
         opened = work.open(one.path, data.format if one.format == "auto" else one.format)
         sources += opened
         weights += [one.weight] * len(opened)
-    trained = [source.usable for source in sources]
-    if isinstance(data.held_out, str):
-        others = work.open(data.held_out, data.format)
-        evaluated = [source.usable for source in others]
-        every = [*sources, *others]
-    else:
-        trained, evaluated = _split(trained, data.held_out, data.seed)
-        every = others = sources
-    random = np.random.default_rng([data.seed, 1])
-    trained = [
-        _repeated(rows, weight, random) for rows, weight in zip(trained, weights, strict=True)
-    ]
-    outcomes = Counter(
-        {
-            outcome: count
-            for outcome in Outcome
-            if (count := sum(int((source.outcomes == outcome).sum()) for source in every))
-        }
-    )
-    if not any(map(len, trained)):
+    others, share = list[_Tokenised](), data.held_out
+    if isinstance(share, str):
+        others, share = work.open(share, data.format), 0
+    every = [*sources, *others]
+    outcomes = sum((source.counts[0] for source in every), Counter[Outcome]())
+    lengths = sum((source.counts[1] for source in every), Counter[int]())
+    mixture = _Mixture(sources, weights, share, data.seed)
+    train = work.joined(mixture, "train")
+    if train is None:
         listed = ", ".join(
             f"{count} {outcome.name.lower().replace('_', ' ')}"
             for outcome, count in sorted(outcomes.items())
@@ -169,23 +163,28 @@ def _prepared(work: _Work, data: DataSection) -> Prepared:
             f"no row of {', '.join(one.path for one in given)} is left to train on: {listed}, and "
             f"held_out is {data.held_out}"
         )
-    train, figures = work.joined(sources, trained, "train")
-    held_out = work.joined(others, evaluated, "held-out")[0] if any(map(len, evaluated)) else None
+    if others:  # a file of rows to evaluate on, all of which are taken
+        held_out = work.joined(_Mixture(others, [1.0] * len(others), 0, data.seed), "train")
+    else:
+        held_out = work.joined(mixture, "held-out")
     return Prepared(
-        train=train,
-        held_out=held_out,
+        train=train.rows,
+        held_out=None if held_out is None else held_out.rows,
         outcomes=outcomes,
-        lengths=np.concatenate([source.lengths for source in every]),
-        broken=tuple(name for source in every for name in work.broken(source))[:_MOST_NAMED],
-        num_tokens=figures.num_tokens,
-        num_counted=figures.num_counted,
-        density=figures.density,
+        lengths=lengths,
+        broken=tuple(name for source in every for name in source.broken())[:_MOST_NAMED],
+        num_tokens=train.num_tokens,
+        num_counted=train.num_counted,
+        density=train.density,
         cache=work.cache,
     )
 
 
 @dataclass(frozen=True)
-class _Figures:
+class _Joined:
+    """Rows of all sources for a trainer, with the figures of `Prepared`."""
+
+    rows: datasets.Dataset
     num_tokens: int
     num_counted: int
     density: float | None
@@ -199,58 +198,133 @@ class _Tokenised:
     table: datasets.Dataset
     key: str
 
-    def _column(self, name: str) -> npt.NDArray[np.int32]:
-        found: npt.NDArray[np.int32] = self.table.data.column(name).to_numpy()
-        return found
+    def _blocks(self) -> Iterator[Columns]:
+        """Yields the columns of _FIGURES."""
+        return _blocks(self.table.select_columns(list(_FIGURES)))
+
+    @functools.cached_property
+    def counts(self) -> tuple[Counter[Outcome], Counter[int]]:
+        """Number of rows by outcome; number of those with tokens by these, before truncation."""
+        outcomes, lengths = Counter[int](), Counter[int]()
+        for length, _, outcome in self._blocks():
+            outcomes.update(outcome.tolist())
+            lengths.update(length[length > 0].tolist())
+        return Counter({Outcome(one): count for one, count in outcomes.items()}), lengths
 
     @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """Tokens of each row before truncation."""
-        return self._column("length")
+    def num_usable(self) -> int:
+        """Number of rows that can be trained on."""
+        return sum(count for outcome, count in self.counts[0].items() if outcome <= Outcome.SPLIT)
+
+    def usable(self, first: int) -> Iterator[Columns]:
+        """Yields index, length and counted tokens of the rows that can be trained on.
+
+        Args:
+            first: Index of the first row of the source.
+        """
+        for length, counted, outcome in self._blocks():
+            at = np.flatnonzero(outcome <= Outcome.SPLIT)
+            yield first + at, length[at], counted[at]
+            first += len(outcome)
+
+    def broken(self) -> list[str]:
+        """Names the first broken rows, and why they are."""
+        reasons, named = self.table.data.column("why"), list[str]()
+        for index in pc.indices_nonzero(reasons.is_valid())[:_MOST_NAMED].to_pylist():
+            ((place, _),) = self.source.read(self.source.rows[index : index + 1], index)
+            named.append(f"{place}: {reasons[index]}")
+        return named
+
+
+def _blocks(table: datasets.Dataset) -> Iterator[Columns]:
+    """Yields the columns of numbers of a table, block by block."""
+    for block in table.with_format("arrow").iter(_ROWS_PER_BATCH):
+        yield tuple(column.to_numpy() for column in block.columns)
+
+
+class _Mixture:
+    """Chooses rows of tokenised sources: held-out ones, and those to train on.
+
+    A row is its index in all sources, its length and its counted tokens. Rows come in blocks, and
+    chance decides block by block.
+
+    Args:
+        sources: The sources.
+        weights: Number of times that each source's rows are trained on; of a fraction, randomly
+            drawn rows are taken once more.
+        held_out: Share or number of rows of all sources that are held out.
+        seed: Seed of chance.
+
+    Raises:
+        ValueError: All rows would be held out.
+    """
+
+    def __init__(
+        self, sources: list[_Tokenised], weights: list[float], held_out: float, seed: int
+    ) -> None:
+        self.sources, self._weights, self._seed = sources, weights, seed
+        self._sizes = [source.num_usable for source in sources]
+        total = sum(self._sizes)
+        count = int(held_out) if held_out >= 1 else round(total * held_out)
+        if 0 < held_out < 1:
+            count = max(count, 1)
+        if count >= total > 0:
+            raise ValueError(
+                f"data.held_out is {held_out}: {count} of {total} rows would leave none to train "
+                "on; give fewer"
+            )
+        random = np.random.default_rng([seed, 0])
+        drawn = random.multivariate_hypergeometric(self._sizes, min(count, total))
+        self._held_out = drawn.tolist()
+        self.key = _hash([source.key for source in sources], weights, count, seed)
 
     @property
-    def counted(self) -> npt.NDArray[np.int32]:
-        """Tokens of each row that the loss counts, after truncation."""
-        return self._column("counted")
+    def is_all(self) -> bool:
+        """Whether all rows are trained on, each once, in their order."""
+        every = sum(len(source.table) for source in self.sources)
+        return not any(self._held_out) and sum(self._sizes) == every and set(self._weights) == {1}
 
-    @property
-    def outcomes(self) -> npt.NDArray[np.int32]:
-        """The Outcome of each row."""
-        return self._column("outcome")
+    def held_out(self) -> Iterator[Columns]:
+        """Yields the rows to evaluate on."""
+        for number in range(len(self.sources)):
+            yield from self._half(number, held_out=True)
 
-    @property
-    def usable(self) -> Indices:
-        """Indices of the rows that can be trained on."""
-        return np.flatnonzero(self.outcomes <= Outcome.SPLIT)
+    def train(self) -> Iterator[Columns]:
+        """Yields the rows to train on."""
+        for number, weight in enumerate(self._weights):
+            for _ in range(int(weight)):
+                yield from self._half(number, held_out=False)
+            size = self._sizes[number] - self._held_out[number]
+            if more := round(size * (weight % 1)):
+                half = self._half(number, held_out=False)
+                yield from _drawn(half, size, more, [self._seed, 1, number])
 
-
-def _split(rows: list[Indices], held_out: float, seed: int) -> tuple[list[Indices], list[Indices]]:
-    """Draws the rows to evaluate on from all sources together; both halves keep their order."""
-    total = sum(map(len, rows))
-    count = int(held_out) if held_out >= 1 else round(total * held_out)
-    if 0 < held_out < 1:
-        count = max(count, 1)
-    if count >= total > 0:
-        raise ValueError(
-            f"data.held_out is {held_out}: {count} of {total} rows would leave none to train on; "
-            "give fewer"
-        )
-    if not count:
-        return rows, [one[:0] for one in rows]
-    drawn = np.zeros(total, bool)
-    drawn[np.random.default_rng([seed, 0]).permutation(total)[:count]] = True
-    parts = np.split(drawn, np.cumsum([len(one) for one in rows])[:-1])
-    pairs = list(zip(rows, parts, strict=True))
-    return [one[~part] for one, part in pairs], [one[part] for one, part in pairs]
+    def _half(self, number: int, *, held_out: bool) -> Iterator[Columns]:
+        """Yields the rows of a source that are held out, or the others."""
+        first = sum(len(source.table) for source in self.sources[:number])
+        rows, seed = self.sources[number].usable(first), [self._seed, 0, number]
+        return _drawn(rows, self._sizes[number], self._held_out[number], seed, drawn=held_out)
 
 
-def _repeated(rows: Indices, weight: float, random: np.random.Generator) -> Indices:
-    """Takes each row `weight` times; of the fraction, randomly drawn rows once more."""
-    if weight == 1:
-        return rows
-    whole = int(weight)
-    more = np.sort(random.permutation(len(rows))[: round(len(rows) * (weight - whole))])
-    return np.concatenate([*[rows] * whole, rows[more]])
+def _drawn(
+    rows: Iterable[Columns], size: int, count: int, seed: Sequence[int], *, drawn: bool = True
+) -> Iterator[Columns]:
+    """Draws rows while they pass by in blocks: every choice of so many has the same chance.
+
+    Args:
+        rows: The rows, in blocks.
+        size: Number of rows.
+        count: Number of rows to draw.
+        seed: Seed of chance: the same one draws the same rows.
+        drawn: Whether the drawn rows are yielded, or the others.
+    """
+    random = np.random.default_rng(seed)
+    for block in rows:
+        here = len(block[0])
+        num_drawn = int(random.hypergeometric(count, size - count, here))
+        chosen = (random.permutation(here) < num_drawn) == drawn
+        yield tuple(column[chosen] for column in block)
+        size, count = size - here, count - num_drawn
 
 
 class _Work:
@@ -328,15 +402,13 @@ class _Work:
 
     def _of_tokens(self, source: Source, rows: list[tuple[str, Any]]) -> pa.Table:
         """Tokenises a batch of conversations or texts."""
-        found: list[Tokens | Outcome] = [Outcome.BROKEN] * len(rows)
+        found: list[Tokens | BrokenRowError | None] = [None] * len(rows)
         texts = list[tuple[str, Spans, bool]]()
         places = list[int]()
         for at, (place, row) in enumerate(rows):
-            if row is None:
-                found[at] = Outcome.BLANK
-            elif source.format_name == "megatron":
+            if source.format_name == "megatron":
                 found[at] = self._of_ids(place, row)
-            else:
+            elif row is not None:
                 try:
                     if isinstance(row, BrokenRowError):
                         raise row
@@ -344,15 +416,12 @@ class _Work:
                     assert not isinstance(parsed, Preference)
                     text, spans = self._tokenizing.characters(parsed)
                 except BrokenRowError as error:
-                    self._refuse_broken(place, error)
-                    continue
-                texts.append((text, spans, isinstance(parsed, Text)))
-                places.append(at)
+                    found[at] = error
+                else:
+                    texts.append((text, spans, isinstance(parsed, Text)))
+                    places.append(at)
         for at, tokens in zip(places, self._tokenizing(texts), strict=True):
-            if isinstance(tokens, BrokenRowError):
-                self._refuse_broken(rows[at][0], tokens)
-            else:
-                found[at] = tokens
+            found[at] = tokens
         return self._columns(rows, found)
 
     def _of_ids(self, place: str, ids: npt.NDArray[Any]) -> Tokens:
@@ -364,15 +433,18 @@ class _Work:
             )
         return Tokens(ids.tolist(), [(0, len(ids))])
 
-    def _columns(self, rows: list[tuple[str, Any]], found: list[Tokens | Outcome]) -> pa.Table:
+    def _columns(
+        self, rows: list[tuple[str, Any]], found: list[Tokens | BrokenRowError | None]
+    ) -> pa.Table:
         """Makes the columns of a batch; rows that are left out have no tokens in them."""
         splits = self._data.truncation == "split"
         limit = np.iinfo(np.int32).max if splits else self._data.max_length
         ids, counted_ranges, end = [np.empty(0, np.int32)], list[tuple[int, int]](), 0
-        borders, statistics = [0], list[tuple[int, int, int]]()
+        borders, figures, why = [0], list[tuple[int, int, int]](), list[str | None]()
         for (place, _), tokens in zip(rows, found, strict=True):
-            if isinstance(tokens, Outcome):
-                statistics.append((0, 0, tokens))
+            why.append(self._left_out(place, tokens))
+            if not isinstance(tokens, Tokens):
+                figures.append((0, 0, Outcome.BLANK if tokens is None else Outcome.BROKEN))
                 borders.append(end)
                 continue
             length = len(tokens.ids)
@@ -388,16 +460,17 @@ class _Work:
                 end += len(ids[-1])
             else:
                 counted = 0
-            statistics.append((length, counted, outcome))
+            figures.append((length, counted, outcome))
             borders.append(end)
         flat = np.concatenate(ids)
         labels = np.full_like(flat, IGNORED)
         for begin, last in counted_ranges:
             labels[begin:last] = flat[begin:last]
-        columns = zip(_STATISTICS, np.asarray(statistics, np.int32).T, strict=True)
+        columns = zip(_FIGURES, np.asarray(figures, np.int32).T, strict=True)
         return pa.table(
             {"input_ids": _lists(borders, flat), "labels": _lists(borders, labels)}
             | {name: pa.array(column) for name, column in columns}
+            | {"why": pa.array(why, pa.string())}
         )
 
     def _outcome(self, place: str, length: int) -> Outcome:
@@ -413,12 +486,20 @@ class _Work:
             )
         return Outcome.TRUNCATED if truncation == "right" else Outcome.TOO_LONG
 
-    def _refuse_broken(self, place: str, error: BrokenRowError) -> None:
+    def _left_out(self, place: str, found: object) -> str | None:
+        """Returns why a row is broken; None: it is not.
+
+        Raises:
+            ValueError: It is, and broken rows are refused.
+        """
+        if not isinstance(found, BrokenRowError):
+            return None
         if self._data.broken_rows == "refuse":
             raise ValueError(
-                f"{place}: {str(error).rstrip('.')}. Correct the row, or leave out such rows: "
+                f"{place}: {str(found).rstrip('.')}. Correct the row, or leave out such rows: "
                 "broken_rows: skip"
-            ) from error
+            ) from found
+        return str(found)
 
     def _are_texts(self, source: Source) -> bool:
         """Whether prompts and answers are texts, not messages, as in the first pair that is one."""
@@ -438,6 +519,7 @@ class _Work:
         columns: dict[str, list[Any]] = {name: [] for name in (*_PARTS, *_STATISTICS)}
         for place, row in rows:
             outcome, length = Outcome.BLANK if row is None else Outcome.BROKEN, 0
+            why: str | None = None
             parts: Sequence[Any] = ("", "", "") if as_text else ([], [], [])
             try:
                 if isinstance(row, BrokenRowError):
@@ -452,8 +534,8 @@ class _Work:
                     if outcome <= Outcome.TRUNCATED:
                         parts = (pair.prompt, pair.chosen, pair.rejected)
             except BrokenRowError as error:
-                self._refuse_broken(place, error)
-            values = (*parts, length, 0, int(outcome))
+                why = self._left_out(place, error)
+            values = (*parts, length, 0, int(outcome), why)
             for column, value in zip(columns.values(), values, strict=True):
                 column.append(value)
         return columns
@@ -470,50 +552,40 @@ class _Work:
         *whole, of_prompt = [len(tokens.ids) for tokens in done if isinstance(tokens, Tokens)]
         return max(whole), of_prompt
 
-    def broken(self, source: _Tokenised) -> list[str]:
-        """Names the first broken rows of a source, and why they are."""
-        named = list[str]()
-        for index in np.flatnonzero(source.outcomes == Outcome.BROKEN)[:_MOST_NAMED].tolist():
-            ((place, row),) = source.source.read(source.source.rows[index : index + 1], index)
-            why = row if isinstance(row, BrokenRowError) else self._why(source.source, row)
-            named.append(f"{place}: {why}")
-        return named
-
-    def _why(self, source: Source, row: Any) -> str:
-        try:
-            parsed = parse(row, source.format_name)
-            if isinstance(parsed, Preference):
-                return str(self._lengths_of_pair(parsed, self._are_texts(source)))
-            text, spans = self._tokenizing.characters(parsed)
-            return str(self._tokenizing([(text, spans, isinstance(parsed, Text))])[0])
-        except BrokenRowError as error:
-            return str(error)
-
-    def joined(
-        self, sources: list[_Tokenised], chosen: list[Indices], name: str
-    ) -> tuple[datasets.Dataset, _Figures]:
-        """Joins the chosen rows of all sources, packed where the recipe says so."""
-        begins = np.cumsum([0, *(len(source.table) for source in sources)])[:-1]
-        rows = np.concatenate([one + at for one, at in zip(chosen, begins, strict=True)])
-        lengths = np.concatenate([source.lengths for source in sources])[rows]
-        counted = np.concatenate([source.counted for source in sources])[rows].sum(dtype=np.int64)
-        table = datasets.concatenate_datasets([source.table for source in sources]).select(rows)
+    def joined(self, mixture: _Mixture, half: Literal["train", "held-out"]) -> _Joined | None:
+        """Joins the chosen rows of all sources, packed where the recipe says so; None: no rows."""
+        chosen = mixture.train() if half == "train" else mixture.held_out()
+        key = _hash(mixture.key, half)
+        places = stored(key, ("indices", "length", "counted"), chosen)
+        if not len(places):
+            return None
+        table = datasets.concatenate_datasets([source.table for source in mixture.sources])
+        if half != "train" or not mixture.is_all:
+            # Dataset.select makes a list of Python's numbers of the indices.
+            indices = places.data.select(["indices"])
+            table = datasets.Dataset(
+                table.data, info=table.info.copy(), indices_table=indices, fingerprint=key
+            )
         table = table.select_columns(list(_PARTS if self._pairs else _OF_TOKENS))
-        limit, packs = self._data.max_length, self._data.packing and not self._pairs
-        chosen_rows = xxhash.xxh3_128_hexdigest(rows.data)
-        key = _hash(*(source.key for source in sources), chosen_rows, packs)
+        limit, splits = self._data.max_length, self._data.truncation == "split"
+        num_tokens = num_counted = num_further = 0
+        for _, lengths, counted in _blocks(places):
+            # All pieces of a document but the first repeat a token.
+            further = int(((lengths - 2) // (limit - 1)).sum()) if splits else 0
+            num_further += further
+            num_tokens += further + int((lengths if splits else np.minimum(lengths, limit)).sum())
+            num_counted += int(counted.sum())
         (self.cache / key).mkdir(parents=True, exist_ok=True)
 
         def kept_as(step: str) -> dict[str, Any]:
             return {
-                "cache_file_name": str(self.cache / key / f"{name}-{step}.arrow"),
+                "cache_file_name": str(self.cache / key / f"{step}.arrow"),
                 "load_from_cache_file": True,
-                "new_fingerprint": f"{key}-{name}-{step}",
-                "desc": f"{step} rows ({name})",
+                "new_fingerprint": f"{key}-{step}",
+                "desc": f"{step} rows ({half})",
             }
 
-        num_tokens = int(np.minimum(lengths, limit).sum(dtype=np.int64))
-        if self._data.truncation == "split" and bool((lengths > limit).any()):
+        if num_further:
             table = table.with_format("numpy").map(
                 functools.partial(_pieces, capacity=limit),
                 batched=True,
@@ -522,16 +594,13 @@ class _Work:
                 **kept_as("split"),
             )
             table = table.with_format(None)
-            # All pieces of a document but the first repeat a token.
-            pieces = np.maximum(-(-(lengths - 1) // (limit - 1)), 1)
-            num_tokens = int(lengths.sum(dtype=np.int64) + (pieces - 1).sum(dtype=np.int64))
-        if not packs:
-            return table, _Figures(num_tokens, int(counted), None)
+        if not self._data.packing or self._pairs:
+            return _Joined(table, num_tokens, num_counted, None)
         from trl import pack_dataset
 
         batch_size = max(len(table) * _PACKED_TOKENS // num_tokens, 1)
         table = pack_dataset(table, limit, map_kwargs={"batch_size": batch_size, **kept_as("pack")})
-        return table, _Figures(num_tokens, int(counted), num_tokens / (len(table) * limit))
+        return _Joined(table, num_tokens, num_counted, num_tokens / (len(table) * limit))
 
 
 def _pieces(batch: dict[str, Any], capacity: int) -> dict[str, list[Any]]:

@@ -153,9 +153,11 @@ def figures(prepared: Prepared, recipe: Recipe) -> list[str]:
             f"split: {counts[Outcome.SPLIT]:,} longer rows into sequences of at most {limit:,} "
             "tokens"
         )
-    lengths = prepared.lengths[prepared.lengths > 0]
-    if len(lengths):
-        quantiles = np.quantile(lengths, list(_QUANTILES.values()), method="inverted_cdf")
+    if prepared.lengths:
+        quantiles = np.quantile(
+            list(prepared.lengths), list(_QUANTILES.values()), method="inverted_cdf",
+            weights=list(prepared.lengths.values()),
+        )  # fmt: skip
         listed = [f"{name} {int(one):,}" for name, one in zip(_QUANTILES, quantiles, strict=True)]
         lines.append(f"tokens of a row: {', '.join(listed)}")
     if prepared.num_counted:

@@ -43,7 +43,7 @@ _MARKS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """Strings of JSON, and the signs that end or begin a value."""
 _BLANK = re.compile(rb"[ \t\r\n]*")
 
-Columns: TypeAlias = tuple[npt.NDArray[np.int64], ...]
+Columns: TypeAlias = tuple[npt.NDArray[np.integer[Any]], ...]
 """Values of several columns."""
 Reader = Callable[[dict[str, list[Any]], int], list[tuple[str, Any]]]
 """Reads a batch of places, the first of which has the given number: each row's place and content.
@@ -163,14 +163,14 @@ def cache() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "castor"
 
 
-def _stored(name: str, columns: Sequence[str], blocks: Iterable[Columns]) -> datasets.Dataset:
-    """Returns a data set of integers that lie in a file of the cache, not in memory.
+def stored(name: str, columns: Sequence[str], blocks: Iterable[Columns]) -> datasets.Dataset:
+    """Returns a data set of numbers that lie in a file of the cache, not in memory.
 
     Args:
         name: Name of the file: a hash of what the values follow from. A file that is there is
             taken.
         columns: Names of the columns.
-        blocks: The columns' values, part by part.
+        blocks: The columns' values, part by part; none is below 0.
     """
     path = cache() / "places" / f"{name}.arrow"
     if not path.is_file():
@@ -181,11 +181,12 @@ def _stored(name: str, columns: Sequence[str], blocks: Iterable[Columns]) -> dat
 
 def _arrow_stream(columns: Sequence[str], blocks: Iterable[Columns]) -> Iterator[bytes]:
     """Yields the bytes of a stream of Arrow, which memory is mapped to."""
-    schema = pa.schema({name: pa.int64() for name in columns})
+    schema = pa.schema({name: pa.uint64() for name in columns})
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, schema) as writer:
         for block in blocks:
-            writer.write_batch(pa.record_batch(list(map(pa.array, block)), schema=schema))
+            arrays = [pa.array(column, pa.uint64()) for column in block]
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
             yield sink.getvalue()
             sink.seek(0)
             sink.truncate()
@@ -293,7 +294,7 @@ def _of_places(
         return found
 
     key = _hash(path)
-    return Source(str(path), _stored(f"{key}{places.__name__}", _PLACES, places(path)), key, read)
+    return Source(str(path), stored(f"{key}{places.__name__}", _PLACES, places(path)), key, read)
 
 
 def _json_row(row: bytes) -> Any:
@@ -351,7 +352,7 @@ def _megatron(path: Path) -> Source:
     counts = (
         (np.arange(at, min(at + _VALUES, len(tokens))),) for at in range(0, len(tokens), _VALUES)
     )
-    rows = _stored(key, ["document"], counts)
+    rows = stored(key, ["document"], counts)
 
     def read(places: dict[str, list[Any]], first: int) -> list[tuple[str, Any]]:
         return [
