@@ -28,16 +28,16 @@ from helpers import (
 from zoo import tower, tower_loss
 
 
-def saved_and_loaded(optimizer: Optimizer) -> Any:
+def saved_and_loaded(written: Any) -> Any:
     file = io.BytesIO()
-    torch.save(optimizer, file)
+    torch.save(written, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
-    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+    "pickle": lambda written: pickle.loads(pickle.dumps(written)),
     "torch.save": saved_and_loaded,
 }
 
@@ -118,15 +118,16 @@ def test_torchs_adam_cannot_hold_masters_and_the_copy_says_so(precision: str, wa
     go_on(boosted, first=4)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
-def test_model_and_optimizer_copied_together_belong_together(order: str) -> None:
+def test_model_and_optimizer_copied_together_belong_together(order: str, way: str) -> None:
     boosted, other = boost(tower()), boost(tower())
     for each in (boosted, other):
         go_on(each)
     if order == "model first":
-        model, optimizer = copy.deepcopy((boosted.model, boosted.optimizer))
+        model, optimizer = WAYS[way]((boosted.model, boosted.optimizer))
     else:
-        optimizer, model = copy.deepcopy((boosted.optimizer, boosted.model))
+        optimizer, model = WAYS[way]((boosted.optimizer, boosted.model))
     assert all(a is b for a, b in zip(params_of(optimizer), model.parameters(), strict=True))
     for seed in range(4, 8):
         tower_loss(model, seed).backward()

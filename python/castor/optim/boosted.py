@@ -264,11 +264,15 @@ class BoostedOptimizer(Optimizer):
     def __reduce_ex__(self, _: Any) -> Any:
         """Makes pickle and torch.save write an ordinary optimizer, as copy.deepcopy makes it.
 
+        The optimizer that is written has the model's own parameters: what is pickled together,
+        such as a model and its optimizer in one object, belongs together when it is read.
+
         Raises:
             UsageError: copy.deepcopy would raise it; see there.
         """
+        own: dict[int, Any] = {id(param): param for param in params_of(self)}
         # The pickled expression gives the copy also where castor is not installed.
-        return operator.itemgetter(0), ((self.__deepcopy__({}),),)
+        return operator.itemgetter(0), ((self.__deepcopy__(own),),)
 
 
 def _without_none(entry: dict[str, Any]) -> dict[str, Any]:
