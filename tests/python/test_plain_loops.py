@@ -246,10 +246,47 @@ def generators_before_frozen_discriminators() -> tuple[list[float], list[Any]]:
     return losses, made
 
 
+class CalledByItself(nn.Module):
+    """As GPyTorch's modules: its __call__ does not come to nn.Module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1, 8))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def module_with_a_call_of_its_own() -> tuple[list[float], list[Any]]:
+    return train_alone(CalledByItself())
+
+
+def parameters_that_the_first_call_makes() -> tuple[list[float], list[Any]]:
+    torch.manual_seed(3)
+    return train_alone(nn.Sequential(nn.LazyLinear(32), nn.GELU(), nn.Linear(32, 8)))
+
+
+def train_alone(model: nn.Module) -> tuple[list[float], list[Any]]:
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(batch(step)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [optimizer]
+
+
 @pytest.mark.filterwarnings("ignore:the optimizer does not hold")
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.parametrize(
     "train",
     [
+        module_with_a_call_of_its_own,
+        parameters_that_the_first_call_makes,
         generators_before_frozen_discriminators,
         one_optimizer_of_two_models_and_their_losses,
         parts_of_a_model,
@@ -268,6 +305,7 @@ def test_optimizers_over_several_modules_and_later_ones(train: Any, torchs_own: 
             assert all(map(boosted, made))
             assert found == pytest.approx(expected, rel=rel)
             assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+            assert not hasattr(CalledByItself.__call__, "__wrapped__")
 
 
 def test_modules_of_16_bits_take_inputs_of_their_type_in_fp32(torchs_own: None) -> None:

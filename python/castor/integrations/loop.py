@@ -6,11 +6,13 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import distributed, multiprocessing, nn
 from torch.nn import parallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from castor.booster import Booster
@@ -39,8 +41,9 @@ class Loops:
     called before. One that is made later joins those that train the model, or takes the place of
     those that hold the same parameters. A model that the loop
     moves to a device stays on the CPU until it is called: castor places what is boosted then, and
-    anything else is moved. While something waits nn.Module.__call__ asks for it, otherwise it is
-    torch's. On several ranks a model is one in DistributedDataParallel, which is castor's.
+    anything else is moved. While something waits nn.Module.__call__ asks for it, and so does each
+    __call__ of a subclass, which may not come to torch's; otherwise they are as they were.
+    On several ranks a model is one in DistributedDataParallel, which is castor's.
 
     Args:
         settings: GeminiPlugin's arguments, as JSON holds them.
@@ -54,7 +57,8 @@ class Loops:
         )
         self._shared: list[weakref.ref[Engine]] = []
         """Engines of models that several ranks train, in the order of their boost."""
-        self._call: Callable[..., Any] = nn.Module.__call__
+        self._calls: dict[type[nn.Module], Callable[..., Any]] = {}
+        """Each class's own __call__, while castor's is in its place."""
         self._to: Callable[..., Any] = nn.Module.to
 
     def watch(self) -> None:
@@ -103,20 +107,34 @@ class Loops:
         )
 
     def _see_calls(self) -> None:
-        call = self._call
-        base: Any = nn.Module
+        for kind, call in _own_calls(nn.Module):
+            if kind not in self._calls:
+                self._calls[kind] = call
+                kind.__call__ = self._seen(call)
 
+    def _see_no_calls(self) -> None:
+        for kind, call in self._calls.items():
+            kind.__call__ = call
+        self._calls.clear()
+
+    def _seen(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def called(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
             wrapper = wrapper_of(module)
             model = wrapper.module if wrapper else module
+            if self._waiting and any(map(is_lazy, model.parameters())):
+                self._see_no_calls()  # this call makes its parameters, and the next one boosts it
+                try:
+                    return call(module, *arguments, **keywords)
+                finally:
+                    self._see_calls()
             self._boost_what_waits_for(model, wrapper)
             self._move_what_is_called(model)
             if not self._waiting and not self._unmoved:
-                base.__call__ = call
+                self._see_no_calls()
             return call(module, *arguments, **keywords)
 
-        base.__call__ = called
+        return called
 
     def _boost_what_waits_for(
         self, module: nn.Module, wrapper: DistributedDataParallel | None
@@ -173,6 +191,18 @@ class Loops:
     @functools.cached_property
     def _plugin(self) -> GeminiPlugin:
         return plugin_of(self._settings, {}, _CLIPS, None)
+
+
+def _own_calls(kind: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """Finds the classes that define how their modules are called: a class, and what derives."""
+    kinds, found = [kind], {kind}
+    for one in kinds:
+        call = vars(one).get("__call__")
+        if isinstance(call, FunctionType):
+            yield one, call
+        derived = [other for other in one.__subclasses__() if other not in found]
+        kinds += derived
+        found.update(derived)
 
 
 @contextmanager
