@@ -246,6 +246,23 @@ def generators_before_frozen_discriminators() -> tuple[list[float], list[Any]]:
     return losses, made
 
 
+def layers_that_thaw() -> tuple[list[float], list[Any]]:
+    """One optimizer of all: the head trains first, then all, then all but some."""
+    model, losses = nn.Sequential(layers(0), layers(1)), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for thawed in ([model[1]], [model[0][2], model[1]], [model], [model[1]]):
+        model.requires_grad_(False)
+        for one in thawed:
+            one.requires_grad_(True)
+        for step in range(2):
+            loss = model(batch(step)).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, [optimizer]
+
+
 class CalledByItself(nn.Module):
     """As GPyTorch's modules: its __call__ does not come to nn.Module's."""
 
@@ -285,6 +302,7 @@ def train_alone(model: nn.Module) -> tuple[list[float], list[Any]]:
 @pytest.mark.parametrize(
     "train",
     [
+        layers_that_thaw,
         module_with_a_call_of_its_own,
         parameters_that_the_first_call_makes,
         generators_before_frozen_discriminators,

@@ -20,7 +20,7 @@ from castor.optim.released import has_place_for, take_over
 from castor.optim.step_driver import StepDriver
 from castor.plugins import GeminiPlugin
 from castor.runtime.boosted_model import compiled_from
-from castor.runtime.engine import engine_of
+from castor.runtime.engine import Engine, engine_of
 from castor.runtime.rules import params_of
 
 # --- Optimizers that a loop makes for a model that trains already ---------------------------------
@@ -53,19 +53,35 @@ def join_or_replace(booster: Booster, model: nn.Module, made: Sequence[Optimizer
         )
     before = sorted(engine.optimizers, key=lambda one: one._castor.position or 0)  # type: ignore[attr-defined]
     stay = [one for one in before if held.isdisjoint(params_of(one))]
-    if engine.ranks or engine.model_shards or engine.device.type != "cpu":
+    if not lays_out_anew(engine):
         _take_over(booster, model, [one for one in before if one not in stay], made)
         return
-    grads = {param: param.grad for param in engine.params if param.grad is not None}
-    copies = {param: grad.detach().clone() for param, grad in grads.items()}
-    for param in copies:
-        param.grad = None
-    booster.reboost(model, [*stay, *made])
-    for param, grad in copies.items():
-        param.grad = grad
+    lay_out_anew(booster, model, [*stay, *made])
     for one in before:
         if one not in stay:
             one.register_step_pre_hook(functools.partial(_refuse_step, names))
+
+
+def lay_out_anew(booster: Booster, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Reboosts a model between two passes, whose gradients stay what they are.
+
+    Args:
+        booster: That boosts the loop's models.
+        model: Boosted, in one process, on the CPU device.
+        optimizers: Those that train it from now on.
+    """
+    grads = {p: p.grad for p in engine_of(model).params if p.grad is not None}
+    copies = {param: grad.detach().clone() for param, grad in grads.items()}
+    for param in copies:
+        param.grad = None
+    booster.reboost(model, optimizers)
+    for param, grad in copies.items():
+        param.grad = grad
+
+
+def lays_out_anew(engine: Engine) -> bool:
+    """Whether chunks of a model can be laid out anew: not on a GPU, and not on several ranks."""
+    return not (engine.ranks or engine.model_shards or engine.device.type != "cpu")
 
 
 def _take_over(

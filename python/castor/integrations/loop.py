@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
@@ -17,13 +17,23 @@ from torch.optim import Optimizer
 
 from castor.booster import Booster
 from castor.errors import Error, UsageError
-from castor.integrations.common import boost, boosted, plugin_of
+from castor.integrations.common import (
+    boost,
+    boosted,
+    lay_out_anew,
+    lays_out_anew,
+    plugin_of,
+)
 from castor.integrations.data_parallel import (
     DistributedDataParallel,
     check_device,
     wrapper_of,
 )
-from castor.integrations.several_modules import boosted_around, whole_of
+from castor.integrations.several_modules import (
+    CalledBySubmodules,
+    boosted_around,
+    whole_of,
+)
 from castor.plugins import GeminiPlugin
 from castor.runtime.engine import Engine, engine_of
 from castor.runtime.ranks import launched_size
@@ -59,6 +69,10 @@ class Loops:
         """Engines of models that several ranks train, in the order of their boost."""
         self._calls: dict[type[nn.Module], Callable[..., Any]] = {}
         """Each class's own __call__, while castor's is in its place."""
+        self._frozen: weakref.WeakKeyDictionary[nn.Module, list[torch.Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Boosted models, and what of their optimizers' parameters was frozen then."""
         self._to: Callable[..., Any] = nn.Module.to
 
     def watch(self) -> None:
@@ -129,8 +143,9 @@ class Loops:
                 finally:
                     self._see_calls()
             self._boost_what_waits_for(model, wrapper)
+            self._boost_what_is_thawed(model)
             self._move_what_is_called(model)
-            if not self._waiting and not self._unmoved:
+            if not (self._waiting or self._unmoved or self._frozen):
                 self._see_no_calls()
             return call(module, *arguments, **keywords)
 
@@ -158,11 +173,29 @@ class Loops:
                 model, mine = whole_of(module, mine, waiting)
             with wrapper.keeping_its_buffers() if wrapper else nullcontext(), _thawed(mine):
                 boost(self._booster, model, mine)
+            self._note_frozen(model)
             if launched_size() > 1:
                 self._shared.append(weakref.ref(engine_of(model)))
             for part in model.modules():
                 self._unmoved.pop(part, None)
         self._waiting = [weakref.ref(one) for one in waiting if one not in mine]
+
+    def _note_frozen(self, model: nn.Module) -> None:
+        engine = engine_of(model)
+        held = {param for one in engine.optimizers for param in params_of(one)}
+        frozen = [param for param in held if not param.requires_grad]
+        self._frozen.pop(model, None)
+        if frozen and lays_out_anew(engine):
+            self._frozen[model] = frozen
+
+    def _boost_what_is_thawed(self, module: nn.Module) -> None:
+        """Makes places for gradients and states of parameters that the loop has unfrozen since."""
+        for model in [module] if module in self._frozen else _wholes_of(module, self._frozen):
+            if any(param.requires_grad for param in self._frozen[model]):
+                engine = engine_of(model)
+                made = sorted(engine.optimizers, key=lambda one: one._castor.position or 0)  # type: ignore[attr-defined]
+                lay_out_anew(self._booster, model, made)
+                self._note_frozen(model)
 
     def _answering(self, barrier: Callable[..., Any]) -> Callable[..., Any]:
         """Torch's barrier, in which ranks also give what rank 0 reads of states to save them."""
@@ -224,6 +257,13 @@ def _thawed(optimizers: list[Optimizer]) -> Iterator[None]:
     finally:
         for param in frozen:
             param.requires_grad_(False)
+
+
+def _wholes_of(module: nn.Module, models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Finds models of which a loop calls this part by itself."""
+    return [
+        one for one in models if isinstance(one, CalledBySubmodules) and module in one.submodules
+    ]
 
 
 def _answers_first(engine: Engine | None) -> bool:
