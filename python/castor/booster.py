@@ -28,7 +28,7 @@ from castor.runtime.boosted_model import (
     compiled_from,
     model_with,
 )
-from castor.runtime.engine import Engine, engine_of
+from castor.runtime.engine import Engine, engine_of, engines_holding
 from castor.runtime.process_groups import end_groups_with, groups_made
 from castor.runtime.release import release_model
 from castor.runtime.report import MemoryReport, MemoryUse, TorchReport
@@ -167,13 +167,7 @@ class Booster(Checkpoints):
             )
         its_optimizers = sorted(engine.optimizers, key=lambda one: one._castor.position or 0)  # type: ignore[attr-defined]
         given = its_optimizers if optimizer is None else list_of_optimizers(optimizer)
-        with engine.session.turn("booster.released"):
-            engine.session.settle()
-            counts = RunCounts.of(engine, its_optimizers)
-            release_optimizers(engine, drop_states=False, with_masters=True)
-            boosted = model_with(engine)
-            release_model(boosted, engine)
-            _boosters.pop(boosted, None)
+        counts = self._take_off(engine, its_optimizers, "booster.released")
         yield
         self.boost(model, given)
         counts.give(engine_of(model), given)
@@ -187,6 +181,30 @@ class Booster(Checkpoints):
         """
         with self.released(model, optimizer):
             pass
+
+    def boost_around(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> None:
+        """Boosts a model of which parts are boosted already: all of it becomes one boosted model.
+
+        The parts keep the bits that `released` keeps. Their step counts become the highest of them.
+
+        Args:
+            model: Holds boosted models, each as a whole, without gradients.
+            optimizer: What trains it afterwards, one or a list.
+
+        Raises:
+            UsageError: The run of a part is broken; nothing was changed.
+            NotImplementedError: A part is on a GPU, or several ranks share it.
+            Error: What boost raises; the model and its optimizers are ordinary then.
+        """
+        engines, given = engines_holding(model), list_of_optimizers(optimizer)
+        for engine in engines:
+            self._check_releasable(model_with(engine), engine, "booster.boost_around")
+        counts = [
+            self._take_off(engine, list(engine.optimizers), "booster.boost_around")
+            for engine in engines
+        ]
+        self.boost(model, given)
+        max(counts, key=lambda one: one.steps).give(engine_of(model), given)
 
     def enable_lora(
         self,
@@ -294,6 +312,17 @@ class Booster(Checkpoints):
         if done.loss is not None and torch.is_grad_enabled():
             engine.history.loss_given(done.loss)
         return {"loss": done.loss, "outputs": done.outputs}
+
+    def _take_off(self, engine: Engine, optimizers: Sequence[Optimizer], call: str) -> RunCounts:
+        """Makes a boosted model and its optimizers ordinary, for boosting them anew."""
+        with engine.session.turn(call):
+            engine.session.settle()
+            counts = RunCounts.of(engine, optimizers)
+            release_optimizers(engine, drop_states=False, with_masters=True)
+            boosted = model_with(engine)
+            release_model(boosted, engine)
+            _boosters.pop(boosted, None)
+        return counts
 
     def _check_releasable(self, model: nn.Module, engine: Engine, call: str) -> None:
         if engine.ranks or engine.model_shards or engine.device.type != "cpu":

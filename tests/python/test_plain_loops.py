@@ -217,6 +217,50 @@ def later_optimizer_of_two_models() -> tuple[list[float], list[Any]]:
     return losses, [optimizer]
 
 
+def later_optimizer_of_a_model_and_a_new_head() -> tuple[list[float], list[Any]]:
+    """The body by itself, a head over the frozen body, both of them, and the body once more."""
+    body, head, losses = layers(0), layers(1), []
+
+    def train(optimizer: Any, *parts: nn.Module) -> Any:
+        for step in range(3):
+            output = batch(step)
+            for part in parts:
+                output = part(output)
+            loss = output.float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return optimizer
+
+    train(torch.optim.AdamW(body.parameters(), lr=1e-2), body)
+    both = [{"params": body.parameters()}, {"params": head.parameters(), "lr": 2e-2}]
+    body.requires_grad_(False)
+    train(torch.optim.AdamW(both, lr=1e-2), body, head)
+    body.requires_grad_(True)
+    train(torch.optim.AdamW([*body.parameters(), *head.parameters()], lr=1e-2), body, head)
+    return losses, [train(torch.optim.AdamW(body.parameters(), lr=1e-2), body)]
+
+
+def later_optimizer_of_two_boosted_models() -> tuple[list[float], list[Any]]:
+    """Each model by itself, then both with one optimizer, within a third module."""
+    first, second, losses = layers(0), layers(1), []
+
+    def train(model: nn.Module) -> Any:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for step in range(3):
+            loss = model(batch(step)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return optimizer
+
+    train(first)
+    train(second)
+    return losses, [train(nn.Sequential(first, nn.LayerNorm(8), second))]
+
+
 def generators_before_frozen_discriminators() -> tuple[list[float], list[Any]]:
     """The loop of CycleGAN: discriminators are frozen when they are first called."""
     makers, judges, losses = [layers(0), layers(1)], [layers(2, 1), layers(3, 1)], []
@@ -311,6 +355,8 @@ def train_alone(model: nn.Module) -> tuple[list[float], list[Any]]:
         two_optimizers_that_share_a_model,
         later_optimizers,
         later_optimizer_of_two_models,
+        later_optimizer_of_a_model_and_a_new_head,
+        later_optimizer_of_two_boosted_models,
     ],
 )
 def test_optimizers_over_several_modules_and_later_ones(train: Any, torchs_own: None) -> None:
@@ -335,13 +381,18 @@ def test_modules_of_16_bits_take_inputs_of_their_type_in_fp32(torchs_own: None) 
     assert second[2].weight.dtype == torch.float32
 
 
-def test_a_later_optimizer_of_other_parameters_is_refused(watched: None) -> None:
+def test_a_later_optimizer_of_other_parameters_is_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, torchs_own: None
+) -> None:
+    compute_on_gpu(monkeypatch)
+    Loops(SETTINGS | {"device": "cuda"}).watch()
     first, second = layers(0), layers(1)
+    x = batch(0).to(torch.device(simulated_gpu.NAME, 0))
     made = [torch.optim.SGD(first.parameters(), lr=0.1)]
-    first(batch(0)).sum().backward()
+    first(x).sum().backward()
     made.append(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
     with pytest.raises(castor.UsageError, match="over 8 parameters, and 4 of them are not of the"):
-        first(batch(0))
+        first(x)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from castor.integrations.common import (
     unwrapped,
 )
 from castor.integrations.data_parallel import DistributedDataParallel, wrapper_of
-from castor.integrations.several_modules import CalledBySubmodules, boosted_around, whole_of
+from castor.integrations.several_modules import CalledBySubmodules, root_of
 from castor.plugins import GeminiPlugin
 from castor.runtime.boosted_model import model_with
 from castor.runtime.ranks import launched_size
@@ -280,9 +280,7 @@ class _OnCastor(OnCastor):
                     "accelerator.prepare has been given: prepare the model with it, or before"
                 )
             its_optimizers = [own for own in new if _model_of(own, models) is model]
-            root = boosted_around(model)
-            if root is None:
-                root, its_optimizers = whole_of(model, its_optimizers, new)
+            root, its_optimizers = root_of(model, its_optimizers, new)
             if isinstance(root, CalledBySubmodules) and launched_size() > 1:
                 raise UsageError(
                     f"accelerator.prepare was given a {type(its_optimizers[0]).__name__} over "

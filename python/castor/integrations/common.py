@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,47 +22,63 @@ from castor.integrations.several_modules import CalledBySubmodules, boosted_arou
 from castor.optim.released import has_place_for, take_over
 from castor.optim.step_driver import StepDriver
 from castor.plugins import GeminiPlugin
-from castor.runtime.boosted_model import compiled_from
-from castor.runtime.engine import Engine, engine_of
-from castor.runtime.rules import params_of
+from castor.runtime.boosted_model import model_with
+from castor.runtime.engine import Engine, engine_of, engines_holding
+from castor.runtime.rules import MASTER, params_of
 
 # --- Optimizers that a loop makes for a model that trains already ---------------------------------
 
 
 def join_or_replace(booster: Booster, model: nn.Module, made: Sequence[Optimizer]) -> None:
-    """Boosts optimizers beside those of a boosted model, or in the place of some.
+    """Boosts optimizers beside those of boosted models, or in the place of some.
 
     Those that hold one of the same parameters make room: each keeps its states, and takes no more
-    steps. Gradients that are there stay what they are.
+    steps. Gradients that are there stay what they are. Boosted models, and parameters beside them,
+    become one model where the optimizers hold some of each.
 
     Args:
         booster: That boosts the loop's models.
-        model: Boosted.
+        model: A boosted model, a part of one, or a module that holds some.
         made: Over its parameters.
 
     Raises:
-        UsageError: They hold other parameters as well.
-        NotImplementedError: The model is on a GPU, or several ranks share it, and the chunks have
-            no place for the states of one.
+        UsageError: The model is on a GPU, or several ranks share it, and the optimizers hold other
+            parameters as well.
+        NotImplementedError: It is on a GPU, or several ranks share it, and the chunks have no place
+            for the states of one.
     """
-    engine, names = engine_of(model), ", ".join(type(one).__name__ for one in made)
+    engines = engines_holding(model)
+    engine = engines[0]
+    known = model_with(engine)
     held = {param for one in made for param in params_of(one)}
-    foreign = held.difference(engine.params)
-    if foreign:
-        raise UsageError(
-            f"the loop has made a {names} over {len(held)} parameters, and {len(foreign)} of them "
-            f"are not of the {type(model).__name__} of which the others train already: make it "
-            "before that is called first, or give each model an optimizer of its own"
-        )
-    before = sorted(engine.optimizers, key=lambda one: one._castor.position or 0)  # type: ignore[attr-defined]
+    before = [
+        one
+        for each in engines
+        for one in sorted(each.optimizers, key=lambda one: one._castor.position or 0)  # type: ignore[attr-defined]
+    ]
     stay = [one for one in before if held.isdisjoint(params_of(one))]
+    names = ", ".join(type(one).__name__ for one in made)
+    foreign = held.union(model.parameters()).difference(engine.params)
     if not lays_out_anew(engine):
-        _take_over(booster, model, [one for one in before if one not in stay], made)
+        if foreign:
+            raise UsageError(
+                f"the loop has made a {names} over {len(held)} parameters, and {len(foreign)} of "
+                f"them are not of the {type(known).__name__} of which the others train already, on "
+                "a GPU or on several ranks: make it before that is called first, or give each "
+                "model an optimizer of its own"
+            )
+        _take_over(booster, known, [one for one in before if one not in stay], made)
         return
-    lay_out_anew(booster, model, [*stay, *made])
+    if foreign:
+        with _gradients_aside([param for each in engines for param in each.params]):
+            booster.boost_around(model, [*stay, *made])
+    else:
+        lay_out_anew(booster, known, [*stay, *made])
     for one in before:
         if one not in stay:
-            one.register_step_pre_hook(functools.partial(_refuse_step, names))
+            for entry in one.state.values():
+                entry.pop(MASTER, None)  # of weights that others train from now on
+            _refuse_steps(one, names)
 
 
 def lay_out_anew(booster: Booster, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -70,11 +89,18 @@ def lay_out_anew(booster: Booster, model: nn.Module, optimizers: Sequence[Optimi
         model: Boosted, in one process, on the CPU device.
         optimizers: Those that train it from now on.
     """
-    grads = {p: p.grad for p in engine_of(model).params if p.grad is not None}
+    with _gradients_aside(engine_of(model).params):
+        booster.reboost(model, optimizers)
+
+
+@contextmanager
+def _gradients_aside(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Takes the gradients of parameters off them, and gives them back at the end."""
+    grads = {param: param.grad for param in params if param.grad is not None}
     copies = {param: grad.detach().clone() for param, grad in grads.items()}
     for param in copies:
         param.grad = None
-    booster.reboost(model, optimizers)
+    yield
     for param, grad in copies.items():
         param.grad = grad
 
@@ -103,7 +129,16 @@ def _take_over(
         take_over(engine, plugin.config, room, one)
         for other in room:
             before.remove(other)
-            other.register_step_pre_hook(functools.partial(_refuse_step, names))
+            _refuse_steps(other, names)
+
+
+_refusals: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+"""Hooks of optimizers that others have replaced, until they are boosted again."""
+
+
+def _refuse_steps(optimizer: Optimizer, names: str) -> None:
+    refuse = functools.partial(_refuse_step, names)
+    _refusals[optimizer] = optimizer.register_step_pre_hook(refuse)
 
 
 def _refuse_step(names: str, optimizer: Optimizer, *_: Any) -> NoReturn:
@@ -159,7 +194,8 @@ def boost(booster: Booster, model: nn.Module, optimizers: Sequence[Optimizer]) -
 
     Args:
         booster: Its own.
-        model: As Booster.boost's; one that is boosted gets the optimizers besides, or instead.
+        model: As Booster.boost's; one that is boosted, or has boosted parts, gets the optimizers
+            besides, or instead.
         optimizers: As Booster.boost's.
 
     Raises:
@@ -167,9 +203,8 @@ def boost(booster: Booster, model: nn.Module, optimizers: Sequence[Optimizer]) -
     """
     OnCastor.castor_boosts = True
     try:
-        known = boosted_around(model) if optimizers else None
-        if known is not None and compiled_from(known) is compiled_from(model):
-            join_or_replace(booster, known, optimizers)
+        if optimizers and engines_holding(model):
+            join_or_replace(booster, model, optimizers)
         else:
             booster.boost(model, optimizers)
     except OutOfMemoryError as error:
@@ -179,6 +214,9 @@ def boost(booster: Booster, model: nn.Module, optimizers: Sequence[Optimizer]) -
         OnCastor.castor_boosts = False
     if isinstance(model, CalledBySubmodules):
         model.follow_calls()
+    for one in optimizers:
+        if one in _refusals:  # a Trainer that trains again
+            _refusals.pop(one).remove()
     OnCastor.castor_has_trained |= bool(optimizers)
 
 

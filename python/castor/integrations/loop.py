@@ -29,11 +29,7 @@ from castor.integrations.data_parallel import (
     check_device,
     wrapper_of,
 )
-from castor.integrations.several_modules import (
-    CalledBySubmodules,
-    boosted_around,
-    whole_of,
-)
+from castor.integrations.several_modules import CalledBySubmodules, root_of
 from castor.plugins import GeminiPlugin
 from castor.runtime.engine import Engine, engine_of
 from castor.runtime.ranks import launched_size
@@ -168,9 +164,7 @@ class Loops:
         if mine and wrapper:
             check_device(wrapper, torch.device(self._plugin.config.device))
         if mine:
-            model = boosted_around(module)
-            if model is None:
-                model, mine = whole_of(module, mine, waiting)
+            model, mine = root_of(module, mine, waiting)
             with wrapper.keeping_its_buffers() if wrapper else nullcontext(), _thawed(mine):
                 boost(self._booster, model, mine)
             self._note_frozen(model)

@@ -92,6 +92,23 @@ def boosted_around(module: nn.Module) -> nn.Module | None:
     return model_with(engines[0]) if engines else None
 
 
+def root_of(
+    module: nn.Module, mine: Sequence[Optimizer], made: Sequence[Optimizer]
+) -> tuple[nn.Module, list[Optimizer]]:
+    """Finds what is to be one model: a boosted one, one around it, or a new one.
+
+    Arguments and results are those of `whole_of`.
+    """
+    known = boosted_around(module)
+    if known is None:
+        return whole_of(module, mine, made)
+    has = set(known.parameters())
+    if all(has.issuperset(params_of(one)) for one in mine):
+        return known, [*mine]
+    holds = set(module.modules()).issuperset(known.modules())
+    return whole_of(module if holds else known, mine, made)
+
+
 def whole_of(
     module: nn.Module, mine: Sequence[Optimizer], made: Sequence[Optimizer]
 ) -> tuple[nn.Module, list[Optimizer]]:

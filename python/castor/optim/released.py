@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -144,6 +145,10 @@ def has_place_for(engine: Engine, made: Optimizer) -> bool:
     return ruled == {False} or (ruled == {True} and rule is engine.rule)
 
 
+_refusals: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+"""Hooks of optimizers whose states have made room, until they step a boosted model again."""
+
+
 @torch.no_grad()
 def take_over(
     engine: Engine, config: GeminiConfig, before: list[Optimizer], made: Optimizer
@@ -177,6 +182,8 @@ def take_over(
         position = next(free, None) if step.num_optimizers > 1 else None
         rule = engine.rule if fused else None
         boost_optimizer(made, StepDriver(made, step, rule=rule, position=position))
+        if made in _refusals:
+            _refusals.pop(made).remove()
 
 
 def _make_room(optimizer: Optimizer, engine: Engine) -> None:
@@ -188,7 +195,7 @@ def _make_room(optimizer: Optimizer, engine: Engine) -> None:
     optimizer.__dict__.pop("step", None)
     optimizer.__class__ = class_before(type(optimizer))
     del optimizer.__dict__["_castor"]
-    optimizer.register_state_dict_pre_hook(_refuse_state)
+    _refusals[optimizer] = optimizer.register_state_dict_pre_hook(_refuse_state)
 
 
 def _refuse_state(optimizer: Optimizer, *_: Any) -> NoReturn:
