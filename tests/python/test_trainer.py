@@ -35,6 +35,33 @@ def test_losses_and_norms_are_those_of_the_plain_trainer(tmp_path: Path) -> None
     assert report.evictions > 0
 
 
+def test_a_loss_with_parameters_trains_with_the_model(tmp_path: Path) -> None:
+    class OwnLoss(Trainer):
+        """Its optimizer steps a layer of the loss, which is not of its model."""
+
+        def __init__(self, **keywords: Any) -> None:
+            self.layer = torch.nn.Linear(64, 4)
+            super().__init__(**keywords)
+
+        def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+            kind, options = super().get_optimizer_cls_and_kwargs(args, model)
+            params = [*self.model.parameters(), *self.layer.parameters()]
+            return kind, options | {"optimizer_dict": [{"params": params}]}
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
+            found = model(**inputs)
+            return found.loss + self.layer(found.logits.float()).square().mean()
+
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
+    plain = train(OwnLoss, tmp_path / "plain", **settings)
+    boosted = train(integration.trainer(OwnLoss, plugin()), tmp_path / "castor", **settings)
+    assert logged(boosted, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-5)
+    mine, theirs = (run.layer.weight.detach() for run in (boosted, plain))  # type: ignore[attr-defined]
+    assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+    resumed = integration.trainer(OwnLoss, plugin())
+    train(resumed, tmp_path / "castor", resume=tmp_path / "castor" / "checkpoint-5", **settings)
+
+
 @pytest.mark.parametrize(
     ("precision", "state_format"),
     [
@@ -114,6 +141,23 @@ def test_training_again_goes_on_with_the_same_boosted_model(tmp_path: Path) -> N
     assert run.model is boosted
     assert len(logged(run, "loss")) == STEPS
     assert run.castor.report(run.model).steps == 2 * STEPS  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_trainers_of_one_model_train_in_turn(precision: str, tmp_path: Path) -> None:
+    kind = integration.trainer(Trainer, plugin(precision=precision))
+    own = model()
+    still, learning = (
+        kind(model=own, args=arguments(tmp_path, learning_rate=rate), train_dataset=Tokens())
+        for rate in (0.0, 1e-2)
+    )
+    still.train()
+    before = weights(still)
+    learning.train()
+    learnt = weights(still)
+    assert not any(map(torch.equal, learnt, before))
+    still.train()
+    assert all(map(torch.equal, weights(still), learnt))
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])

@@ -24,7 +24,10 @@ from castor.integrations.common import (
     plugin_of,
     unwrapped,
 )
+from castor.integrations.several_modules import CalledBySubmodules, root_of
 from castor.plugins import GeminiPlugin
+from castor.runtime.boosted_model import model_with
+from castor.runtime.ranks import launched_size
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
@@ -146,12 +149,19 @@ class _OnCastor(OnCastor):
             scale_losses(self.accelerator)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The Trainer's optimizer, boosted with its model."""
+        """The Trainer's optimizer, boosted with its model, and with a loss that it trains too."""
         optimizer = self._super.create_optimizer(model)
         own = unwrapped(optimizer)
         self._check_boosted(self.model)
         if not boosted(own):
-            self._boost_with(self.model, own)
+            root, _ = root_of(self.model, [own], [own])
+            if isinstance(root, CalledBySubmodules) and launched_size() > 1:
+                raise UsageError(
+                    f"the Trainer's {type(own).__name__} holds parameters beside those of its "
+                    f"{type(self.model).__name__}, as those of a loss, whose gradients several "
+                    "ranks cannot average: give the Trainer one module of both"
+                )
+            self._boost_with(root, own)
         return optimizer
 
     def _prepare_for_training(self, *arguments: Any, **keywords: Any) -> Any:
@@ -160,7 +170,7 @@ class _OnCastor(OnCastor):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         own, directory = unwrapped(self.optimizer), Path(output_dir)
-        self.castor.save_optimizer(own, directory / _OPTIMIZER, model=self.model)
+        self.castor.save_optimizer(own, directory / _OPTIMIZER, model=_trained_by(own))
         if self.args.should_save:  # on one of the ranks
             (directory / _TORCHS_OPTIMIZER).write_text(
                 f"castor wrote the optimizer to {_OPTIMIZER}; resume with a Trainer on castor\n"
@@ -172,8 +182,13 @@ class _OnCastor(OnCastor):
             self._super._load_optimizer_and_scheduler(checkpoint)  # one that plain PyTorch saved
             return
         own, directory = unwrapped(self.optimizer), Path(checkpoint)
-        self.castor.load_optimizer(own, directory / _OPTIMIZER, model=self.model)
+        self.castor.load_optimizer(own, directory / _OPTIMIZER, model=_trained_by(own))
         self.lr_scheduler.load_state_dict(torch.load(directory / _SCHEDULER, weights_only=True))
+
+
+def _trained_by(optimizer: Any) -> torch.nn.Module:
+    """Returns the boosted model of an optimizer."""
+    return model_with(optimizer._castor.engine)
 
 
 def _without_precision(arguments: TrainingArguments, plugin: GeminiPlugin) -> TrainingArguments:
