@@ -234,7 +234,10 @@ def later_optimizer_of_a_model_and_a_new_head() -> tuple[list[float], list[Any]]
         return optimizer
 
     train(torch.optim.AdamW(body.parameters(), lr=1e-2), body)
-    both = [{"params": body.parameters()}, {"params": head.parameters(), "lr": 2e-2}]
+    both: list[dict[str, Any]] = [
+        {"params": body.parameters()},
+        {"params": head.parameters(), "lr": 2e-2},
+    ]
     body.requires_grad_(False)
     train(torch.optim.AdamW(both, lr=1e-2), body, head)
     body.requires_grad_(True)
