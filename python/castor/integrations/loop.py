@@ -63,7 +63,7 @@ class Loops:
         )
         self._shared: list[weakref.ref[Engine]] = []
         """Engines of models that several ranks train, in the order of their boost."""
-        self._calls: dict[type[nn.Module], Callable[..., Any]] = {}
+        self._calls: dict[Any, Callable[..., Any]] = {}
         """Each class's own __call__, while castor's is in its place."""
         self._frozen: weakref.WeakKeyDictionary[nn.Module, list[torch.Tensor]] = (
             weakref.WeakKeyDictionary()
