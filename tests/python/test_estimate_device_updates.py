@@ -35,7 +35,13 @@ MACHINES: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "slow host" else pytest.mark.slow)
+        for name in MACHINES
+    ],
+)
 def test_the_chosen_share_is_within_two_percent_of_the_best(
     config: Path, name: str, overlap: str
 ) -> None:

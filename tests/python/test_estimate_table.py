@@ -55,7 +55,7 @@ def castor_estimate(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return stop.value.code
 
 
-@pytest.mark.parametrize("method", ["full", "QLoRA"])
+@pytest.mark.parametrize("method", ["full", pytest.param("QLoRA", marks=pytest.mark.slow)])
 def test_a_cell_is_what_an_estimate_says(method: str, tmp_path: Path) -> None:
     config = write(tmp_path, WIDE)
     workload = Workload(sequence=4096, activations="auto")
@@ -96,6 +96,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activations", ["keep", "auto"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_of_other_machines_change_no_answer(

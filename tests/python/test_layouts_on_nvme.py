@@ -188,6 +188,7 @@ def test_a_cluster_with_nvme_and_ample_hosts_is_one_without(tmp_path: Path) -> N
     assert plain == with_nvme
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["forward", pytest.param("none", marks=pytest.mark.whole)])
 def test_the_search_finds_what_comparing_all_does(config: Path, overlap: Any) -> None:
     found = search(config, batch=2)

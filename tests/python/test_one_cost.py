@@ -88,7 +88,7 @@ def test_a_step_on_one_rank_costs_the_same(
     assert sum(planned.busy.values()) == pytest.approx(planned.seconds)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("on", ["cpu", "rtx3090"])
 def test_replicas_cost_what_a_plan_and_a_curve_of_scaling_say(
     on: str, ranks: int, tmp_path: Path
